@@ -1,0 +1,39 @@
+"""Train PyTorch models too large for one GPU on clusters with ordinary networks."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from mics.api import clip_grad_norm_, microsteps, shard, traffic
+from mics.comm import Traffic
+from mics.errors import CollectiveError, MicsError, SettingsError
+from mics.optimizer_hooks import allow_optimizer
+from mics.precision import Precision
+from mics.state import (
+    full_gradients,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_state_dict,
+    summon,
+)
+
+try:
+    __version__ = version("mics-torch")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+source"
+
+__all__ = [
+    "CollectiveError",
+    "MicsError",
+    "Precision",
+    "SettingsError",
+    "Traffic",
+    "allow_optimizer",
+    "clip_grad_norm_",
+    "full_gradients",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_full_state_dict",
+    "microsteps",
+    "shard",
+    "summon",
+    "traffic",
+]

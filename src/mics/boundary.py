@@ -1,0 +1,205 @@
+"""The boundary: hop 2, agreement of the ranks, clipping, and the optimizer's step on shards.
+
+``Boundary`` belongs to one sharded model. ``optimizer_hooks.py`` calls it around every optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mics.comm.world import MeshCollectives
+from mics.errors import MicsError
+from mics.gradients import GradientOwner, ShardGrad
+from mics.schedule import Schedule
+from mics.unit import GradState, ReduceBuffer, Unit
+
+
+class Boundary:
+    """Takes each unit's gradients from backward to the optimizer, and its new values back."""
+
+    def __init__(
+        self, units: Sequence[Unit], *, mesh: MeshCollectives, world_size: int, device: torch.device
+    ) -> None:
+        self.units = list(units)
+        self.trainable = [unit for unit in units if unit.spec.trainable]
+        self.announced = False  # the micro-step under way is the last one before the optimizer
+        self._mesh = mesh
+        self._device = device
+        self._scale = 1.0 / world_size  # gradients are averaged over ranks, as under DDP
+        self._buffers: dict[torch.dtype, ReduceBuffer] = {}
+        self._owner = GradientOwner(synchronize=self.synchronize, agree_found_inf=self._agree_found_inf)
+        self._guards: dict[int, list[ShardGrad]] = {}  # by unit index
+        self._agreement = Agreement(self.trainable, mesh=mesh, device=device)
+        self._fresh_grads = False  # a backward has run since the ranks last agreed
+        self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
+
+    # -- gradients ----------------------------------------------------------------------------------
+
+    def reduce(self, unit: Unit) -> None:
+        """Hop 1 of a unit whose backward is over, and hop 2 if this micro-step is the last."""
+        unit.reduce(self._buffer(unit), self._scale)
+        self._show(unit)
+        self._fresh_grads = True
+        if self.announced:
+            unit.reduce_over_replicas()
+
+    def synchronize(self) -> None:
+        """Hop 2 of every unit that has only had hop 1. Called by whatever needs gradients first."""
+        for unit in self.trainable:
+            if unit.grad_state is GradState.PARTIAL:
+                unit.reduce_over_replicas()
+        if self._fresh_grads:
+            self._fresh_grads = False
+            self._agreement.exchange()
+
+    def follow(self, schedule: Schedule) -> None:
+        """Check at each boundary that all ranks went through ``schedule`` alike."""
+        self._agreement.schedule = schedule
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; the norm before, on the device."""
+        self.synchronize()
+        units = self._units_with_gradients()
+        total = self._total_norm(units, norm_type)
+        # As torch's own clipping: no comparison on the host, a factor of at most one on the device.
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if units:
+            torch._foreach_mul_([unit.step_gradient() for unit in units], factor.to(units[0].spec.grad_dtype))
+        return total
+
+    def _total_norm(self, units: Sequence[Unit], norm_type: float) -> Tensor:
+        pieces = [unit.unique_gradient() for unit in units]
+        infinite = math.isinf(norm_type)
+        if pieces:
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(pieces, norm_type)])
+            local = torch.linalg.vector_norm(norms, norm_type)
+        else:
+            local = torch.zeros((), device=self._device)
+        summed = local if infinite else local.pow(norm_type)
+        self._mesh.world.all_reduce(summed, "the gradient norm", maximum=infinite)
+        return summed if infinite else summed.pow(1.0 / norm_type)
+
+    def _units_with_gradients(self) -> list[Unit]:
+        for unit in self.trainable:
+            unit.forget_cleared()
+        return [unit for unit in self.trainable if unit.grad_state is GradState.REDUCED]
+
+    def _show(self, unit: Unit) -> None:
+        """Let ``parameter.grad`` be this unit's guarded gradients."""
+        guards = self._guards.get(unit.spec.index)
+        if guards is None:
+            guards = [ShardGrad.guard(grad, self._owner) for grad in unit.grads]
+            self._guards[unit.spec.index] = guards
+        for shard, guard in zip(unit.shards, guards, strict=True):
+            if shard.grad is None:
+                shard.grad = guard
+
+    def _buffer(self, unit: Unit) -> ReduceBuffer:
+        dtype = unit.spec.reduce_dtype
+        if dtype not in self._buffers:
+            layouts = [u.spec.layout for u in self.trainable if u.spec.reduce_dtype is dtype]
+            self._buffers[dtype] = ReduceBuffer(
+                numel=max(layout.numel for layout in layouts),
+                shard_numel=max(layout.chunk_numel for layout in layouts),
+                dtype=dtype,
+                device=self._device,
+            )
+        return self._buffers[dtype]
+
+    def _agree_found_inf(self, found_inf: Tensor) -> None:
+        self._mesh.world.all_reduce(found_inf, "the gradient scaler's overflow flag", maximum=True)
+
+    # -- the optimizer's step -----------------------------------------------------------------------
+
+    def before_step(self, members: Sequence[tuple[Unit, int]]) -> None:
+        """Show the optimizer plain gradients; none for parameters that no rank used."""
+        self.synchronize()
+        for unit in {id(unit): unit for unit, _ in members}.values():
+            unit.forget_cleared()
+        self._agreement.settle()
+        self._shown = [(unit, index) for unit, index in members if unit.shards[index].grad is not None]
+        for unit, index in self._shown:
+            shard = unit.shards[index]
+            # An empty shard has nothing to update, and not every kernel likes empty tensors.
+            hidden = shard.numel() == 0 or not self._agreement.used(unit, index)
+            shard.grad = None if hidden else unit.grads[index]
+
+    def after_step(self, members: Sequence[tuple[Unit, int]]) -> None:
+        """Guard the gradients again and bring the new values to all replicas."""
+        for unit, index in self._shown:
+            unit.shards[index].grad = self._guards[unit.spec.index][index]
+        self._shown = []
+        for unit in {id(unit): unit for unit, _ in members}.values():
+            unit.refresh()
+
+
+class Agreement:
+    """One small all-reduce a boundary: did all ranks do the same, and which parameters did any rank use?
+
+    A parameter that no rank used must keep ``grad`` None, so that the optimizer skips it as it would in
+    one process. On a GPU nobody waits for the answer, except ranks that did not use a parameter themselves;
+    the others look at it one boundary later.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, mesh: MeshCollectives, device: torch.device) -> None:
+        self.schedule: Schedule | None = None
+        self._units = list(units)
+        self._world = mesh.world
+        self._first = {}  # unit index -> position of its first parameter in the exchanged flags
+        numel = 2
+        for unit in self._units:
+            self._first[unit.spec.index] = numel
+            numel += len(unit.used)
+        pin = device.type == "cuda"
+        self._mine = torch.zeros(numel, pin_memory=pin)  # [digest, -digest, a flag for each parameter]
+        self._theirs = torch.zeros(numel, pin_memory=pin)  # the maximum over ranks, back on the host
+        self._wire = torch.zeros(numel, device=device)
+        self._arrived = torch.cuda.Event() if pin else None
+        self._pending = False
+
+    def exchange(self) -> None:
+        """Send this rank's account of the steps since the last boundary."""
+        self.check()
+        digest = 0 if self.schedule is None else self.schedule.digest
+        flags = [float(used) for unit in self._units for used in unit.used]
+        self._mine.copy_(torch.tensor([float(digest), -float(digest), *flags]))
+        self._wire.copy_(self._mine, non_blocking=True)
+        self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
+        self._theirs.copy_(self._wire, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+        self._pending = True
+        if self.schedule is not None:
+            self.schedule.digest = 0
+        if self._arrived is None:
+            self.check()
+
+    def settle(self) -> None:
+        """Wait for the answer, if this rank needs it to know what was used."""
+        if not all(used for unit in self._units for used in unit.used):
+            self.check()
+
+    def check(self) -> None:
+        """Raise if the ranks did not all gather and reduce the same units in the same order."""
+        if not self._pending:
+            return
+        self._pending = False
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        highest, lowest = self._theirs[0].item(), -self._theirs[1].item()
+        if highest != lowest:
+            raise MicsError(
+                "ranks gathered or reduced different units, or in a different order, since the last optimizer "
+                "step, so parameters and gradients are not to be trusted. Expected every rank to call the same "
+                "modules in the same order; look for layers skipped or chosen by rank or by data"
+            )
+
+    def used(self, unit: Unit, index: int) -> bool:
+        """Whether any rank got a gradient for this parameter (after :meth:`settle`)."""
+        if unit.used[index]:
+            return True
+        return bool(self._theirs[self._first[unit.spec.index] + index].item())

@@ -1,0 +1,124 @@
+"""Who is still there: a heartbeat per rank in the store, read when a collective fails.
+
+A backend that loses a peer says "connection closed" and gives an address, or says nothing. Each rank
+therefore counts up in the store once a second, together with the collective it is in. A rank whose
+collective failed watches the counters for a moment: the ones that stand still are dead or stopped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_BEAT_SECONDS = 1.0
+_LEFT = "left"
+
+
+class Liveness:
+    """This rank's heartbeat, and the means to ask after the others."""
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, exit_after: float | None) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._exit_after = exit_after  # seconds of a neighbour's silence after which this process ends
+        self._in = ("start", "mics.shard")  # kind and label of the latest collective
+        self._num_entered = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="mics-liveness", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def enter(self, kind: str, label: str) -> None:
+        """Note the collective this rank is about to join."""
+        self._in = (kind, label)
+        self._num_entered += 1
+
+    def explain(self) -> str:
+        """A sentence on the ranks that have gone silent, after watching for a few beats."""
+        before = self._read_all()
+        time.sleep(3 * _BEAT_SECONDS)
+        after = self._read_all()
+        silent = [rank for rank, beat in after.items() if beat == before.get(rank) or beat.startswith(_LEFT)]
+        if not after:
+            return "No rank could be asked (the store is gone: rank 0 or its node is probably down). "
+        if not silent:
+            return "Every rank still answers; the network between them may be cut. "
+        described = ", ".join(f"rank {rank} ({_describe(after[rank])})" for rank in silent)
+        return f"No longer running: {described}. "
+
+    def close(self) -> None:
+        """Stop beating; the others read that this rank left."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join(timeout=2 * _BEAT_SECONDS)
+        self._write(_LEFT)
+
+    def _beat(self) -> None:
+        count = 0
+        neighbour = (self._rank + 1) % self._world_size
+        heard, heard_at = "", time.monotonic()
+        while not self._stop.wait(_BEAT_SECONDS):
+            count += 1
+            if not self._write(str(count)):
+                return
+            if self._exit_after is None or neighbour == self._rank:
+                continue
+            beat = self._read(neighbour)
+            if beat != heard or beat.startswith(_LEFT):
+                heard, heard_at = beat, time.monotonic()
+            elif time.monotonic() - heard_at > self._exit_after:
+                self._give_up(neighbour, beat)
+
+    def _give_up(self, neighbour: int, beat: str) -> None:
+        kind, label = self._in
+        print(
+            f"mics: rank {self._rank}: rank {neighbour} ({_describe(beat)}) has been silent for "
+            f"{self._exit_after:.0f} s; this rank's latest collective was {kind} of {label}. Exiting.",
+            file=sys.stderr,
+            flush=True,
+        )
+        # The main thread waits inside the GPU runtime for a peer that will never come: only leaving helps.
+        os._exit(1)
+
+    def _write(self, beat: str) -> bool:
+        kind, label = self._in
+        try:
+            self._store.set(f"beat/{self._rank}", f"{beat}|{self._num_entered}|{kind} of {label}")
+        except RuntimeError:  # the store's host is gone: nothing left to tell
+            return False
+        return True
+
+    def _read(self, rank: int) -> str:
+        try:
+            key = f"beat/{rank}"
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        except RuntimeError:
+            return ""
+
+    def _read_all(self) -> dict[int, str]:
+        beats = {rank: self._read(rank) for rank in range(self._world_size) if rank != self._rank}
+        return beats if any(beats.values()) else {}
+
+
+def start_liveness(
+    store: dist.Store, *, rank: int, world_size: int, timeout: timedelta, on_gpu: bool
+) -> Liveness:
+    """Begin beating. On a GPU a rank ends itself when its neighbour falls silent for the timeout."""
+    exit_after = min(timeout.total_seconds(), 60.0) if on_gpu else None
+    return Liveness(store, rank=rank, world_size=world_size, exit_after=exit_after)
+
+
+def _describe(beat: str) -> str:
+    if not beat:
+        return "never heard from"
+    state, num_entered, where = beat.split("|", 2)
+    verb = "left after" if state == _LEFT else "last seen in"
+    return f"{verb} collective {num_entered}, {where}"

@@ -1,0 +1,38 @@
+"""What the engine asks of a group of ranks. Implementations sit beside this file."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Collectives(Protocol):
+    """Collectives over one group. ``label`` names the unit, for errors and traces.
+
+    Chunk ``c`` of a buffer belongs to the member at position ``position == c``. All members call the same
+    methods in the same order. A call returns when its result may be used by work that follows on the
+    current stream (CUDA) or at once (CPU); a failure raises ``CollectiveError``.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
+        """``out[c] = shard of member c``. ``shard`` may be this member's own chunk of ``out``."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
+        """``out = sum over members of their buffer[position]``. ``out`` may be that chunk of ``buffer``."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
+        """Sum (or maximum) over members, in place."""
+        ...
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        """Everybody's ``tensor`` becomes that of the member at position 0."""
+        ...

@@ -1,0 +1,160 @@
+"""This process's place in the world: rank, node, and process groups made once and shared by all models."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mics.comm.group import GroupCollectives
+from mics.comm.liveness import Liveness, start_liveness
+from mics.comm.protocol import Collectives
+from mics.comm.traffic import TrafficCounter
+from mics.comm.two_stage import TwoStageCollectives
+from mics.errors import SettingsError
+from mics.topology import Topology
+
+
+@dataclass
+class World:
+    """The launched processes, as torch.distributed knows them."""
+
+    rank: int
+    size: int
+    default_group: dist.ProcessGroup | None
+    liveness: Liveness | None = None
+    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of every rank."""
+        if self.default_group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def node_name(self) -> str:
+        """What tells this rank's node from others: the launcher's node rank, else the host's name."""
+        return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+    def default_partition_size(self) -> int:
+        """One node, if its ranks divide the world; else everybody."""
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return ranks_per_node if self.size % ranks_per_node == 0 else self.size
+
+    def backend_device(self, wanted: torch.device | None) -> torch.device:
+        """The device that shards live on: ``wanted`` if the collectives reach it, else one they do reach."""
+        backends = self._backends()
+        if wanted is not None and wanted.type in backends:
+            return wanted
+        if "cuda" in backends and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        if wanted is not None and wanted.type not in ("cpu", "meta"):
+            raise SettingsError(
+                f"model on {wanted}: expected a process group with a backend for {wanted.type}, found one "
+                f"for {sorted(backends)}; call init_process_group with that backend or move the model"
+            )
+        return torch.device("cpu")
+
+    def start_liveness(self, device: torch.device) -> None:
+        """Start this rank's heartbeat, once."""
+        if self.default_group is None or self.size == 1 or self.liveness is not None:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        self.liveness = start_liveness(
+            dist.PrefixStore("mics-liveness", store.clone() if hasattr(store, "clone") else store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self._timeout(),
+            on_gpu=device.type == "cuda",
+        )
+
+    def group(self, groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """The process group of this rank among disjoint ``groups``; every rank calls with the same ones."""
+        own = None
+        for ranks in groups:
+            if self.default_group is None:
+                return None
+            if len(ranks) == 1:
+                continue
+            if ranks not in self._groups:
+                whole = ranks == tuple(range(self.size))
+                self._groups[ranks] = (
+                    self.default_group if whole else dist.new_group(list(ranks), timeout=self._timeout())
+                )
+            if self.rank in ranks:
+                own = self._groups[ranks]
+        return own
+
+    def collectives(self, topology: Topology, counter: TrafficCounter) -> MeshCollectives:
+        """The collectives of both mesh axes and of the world, for this rank."""
+
+        def over(axis: str, groups: Sequence[tuple[int, ...]]) -> GroupCollectives:
+            group = self.group(groups)
+            return GroupCollectives(group, axis=axis, counter=counter, liveness=self.liveness)
+
+        ranks = range(self.size)
+        stages = [topology.stages(rank) for rank in ranks]
+        # Every rank makes every group, in one order, also those it is not a member of.
+        flat_groups = [
+            g for g, staged in zip(topology.partition_groups, topology.two_stage, strict=True) if not staged
+        ]
+        partition: Collectives = over("partition", flat_groups)
+        intra = over("intra", sorted({s.intra for s in stages if s is not None}))
+        inter = over("inter", sorted({s.inter for s in stages if s is not None}))
+        if stages[self.rank] is not None:
+            partition = TwoStageCollectives(intra=intra, inter=inter, counter=counter)
+        return MeshCollectives(
+            partition=partition,
+            replication=over("replication", topology.replication_groups()),
+            world=over("world", [tuple(ranks)]),
+        )
+
+    def _backends(self) -> set[str]:
+        """Device types the default group's collectives reach."""
+        if self.default_group is None:
+            return {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
+        return {device.type for device in self.default_group._device_types}
+
+    def _timeout(self) -> timedelta:
+        """The timeout the user gave to init_process_group: new_group would fall back to torch's default."""
+        group = self.default_group
+        assert group is not None
+        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+        return timeout
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshCollectives:
+    """The collectives of one sharded model on this rank."""
+
+    partition: Collectives
+    replication: Collectives
+    world: Collectives
+
+
+_joined: World | None = None
+
+
+def join_world() -> World:
+    """The world as launched; the same object as long as the default process group stays the same."""
+    global _joined
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if group is None and launched > 1:
+        raise SettingsError(
+            f"expected an initialised process group because WORLD_SIZE is {launched}, found none; "
+            "call torch.distributed.init_process_group() before mics.shard()"
+        )
+    if _joined is None or _joined.default_group is not group:
+        if _joined is not None and _joined.liveness is not None:
+            _joined.liveness.close()
+        rank, size = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+        _joined = World(rank=rank, size=size, default_group=group)
+    return _joined

@@ -1,0 +1,13 @@
+"""What users may catch. Messages say what was expected, what was found and what to do."""
+
+
+class MicsError(RuntimeError):
+    """Something mics was asked to do cannot be done."""
+
+
+class SettingsError(ValueError):
+    """A setting, a model or an optimizer that mics cannot train as given."""
+
+
+class CollectiveError(MicsError):
+    """A collective failed: a rank died, the network was cut, or the timeout passed."""

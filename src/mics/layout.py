@@ -1,0 +1,98 @@
+"""Where each parameter's elements live in a unit and in its shards: arithmetic alone.
+
+A unit of three parameters over p = 2 chunks, each halved again over R = 2 replicas::
+
+    flat     |  a a a a a . | b b b b b b b b b | c c .  .  .  .  . |      '.' is padding, always zero
+    chunks   |            chunk 0           |           chunk 1     |      one per rank of a partition group
+    pieces   |      0       |       1       |      0      |    1    |      one per replica of that rank
+
+Every parameter, chunk and piece starts at a multiple of ``ALIGNMENT_NBYTES``: matrix kernels want aligned
+weights, and collectives want aligned buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_NBYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One parameter's place in its unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int  # first element in the unit's flat buffer
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    def overlap(self, span: range) -> range:
+        """The elements of this parameter that lie in ``span`` of the flat buffer (in flat positions)."""
+        start = max(self.start, span.start)
+        return range(start, max(start, min(self.stop, span.stop)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLayout:
+    """The flat order of one unit."""
+
+    slots: tuple[Slot, ...]
+    numel: int  # of the whole flat buffer, padding included
+    num_chunks: int  # p
+    num_pieces: int  # R: each chunk's pieces
+
+    @property
+    def chunk_numel(self) -> int:
+        return self.numel // self.num_chunks
+
+    @property
+    def piece_numel(self) -> int:
+        return self.chunk_numel // self.num_pieces
+
+    @property
+    def params_numel(self) -> int:
+        """Elements that belong to parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    def chunk_span(self, chunk: int) -> range:
+        """Flat positions of one chunk."""
+        return range(chunk * self.chunk_numel, (chunk + 1) * self.chunk_numel)
+
+    def piece_span(self, chunk: int, piece: int) -> range:
+        """Flat positions of one piece of one chunk."""
+        start = chunk * self.chunk_numel + piece * self.piece_numel
+        return range(start, start + self.piece_numel)
+
+    def gaps(self) -> tuple[range, ...]:
+        """Flat positions that belong to no parameter."""
+        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.stop)), self.numel]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return tuple(range(start, stop) for start, stop in pairs if start < stop)
+
+
+def plan_layout(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], *, itemsize: int, num_chunks: int, num_pieces: int
+) -> UnitLayout:
+    """Lay parameters of ``itemsize`` bytes an element out one after the other."""
+    align_numel = max(1, ALIGNMENT_NBYTES // itemsize)
+    slots = []
+    end = 0
+    for name, shape in shapes:
+        slots.append(Slot(name=name, shape=tuple(shape), start=end))
+        end = round_up(slots[-1].stop, align_numel)
+    numel = round_up(end, align_numel * num_chunks * num_pieces)
+    return UnitLayout(slots=tuple(slots), numel=numel, num_chunks=num_chunks, num_pieces=num_pieces)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple

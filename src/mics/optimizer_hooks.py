@@ -1,0 +1,140 @@
+"""Hooks around every ``torch.optim`` step: what makes plain optimizers work on sharded models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mics.boundary import Boundary
+from mics.errors import SettingsError
+from mics.unit import Unit
+
+# Optimizers whose update of an element uses that element's values alone are exact on shards.
+_ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+}
+_REFUSED = {
+    "Adafactor": "it factors whole matrices and scales by their norms",
+    "Muon": "it orthogonalises whole matrices",
+    "LBFGS": "it needs inner products over all parameters",
+    "SparseAdam": "it needs sparse gradients, and shards are dense",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a sharded parameter belongs. Weak: the table must not keep models alive."""
+
+    boundary: ref[Boundary]
+    unit: ref[Unit]
+    index: int
+
+
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # sharded parameter -> _Place
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter from before sharding -> its name
+_members: WeakKeyDictionary[Optimizer, tuple[int, dict[Boundary, list[tuple[Unit, int]]]]] = (
+    WeakKeyDictionary()
+)
+
+
+def allow_optimizer(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Declare that an optimizer from elsewhere updates each element from that element alone.
+
+    mics refuses optimizers it does not know, because one that needs whole matrices or norms would be
+    silently wrong on shards. Usable as a class decorator.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise SettingsError(f"allow_optimizer: expected a torch.optim.Optimizer class, found {optimizer_class!r}")
+    _ELEMENTWISE.add(optimizer_class)
+    return optimizer_class
+
+
+def register_params(boundary: Boundary) -> None:
+    """Let optimizers over this model's parameters find ``boundary``, and refuse the replaced parameters."""
+    _install_hooks()
+    for unit in boundary.units:
+        for index, (old, shard) in enumerate(zip(unit.spec.refs, unit.shards, strict=True)):
+            _replaced[old.param] = old.name
+            _places[shard] = _Place(ref(boundary), ref(unit), index)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for boundary, members in _find_members(optimizer).items():
+        boundary.before_step(members)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for boundary, members in _find_members(optimizer).items():
+        boundary.after_step(members)
+
+
+def _find_members(optimizer: Optimizer) -> dict[Boundary, list[tuple[Unit, int]]]:
+    """The sharded parameters of ``optimizer`` by model, looked up again when its groups have grown."""
+    size = sum(len(group["params"]) for group in optimizer.param_groups)
+    cached = _members.get(optimizer)
+    if cached is not None and cached[0] == size:
+        return cached[1]
+    members: dict[Boundary, list[tuple[Unit, int]]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in _replaced:
+                raise SettingsError(
+                    f"{type(optimizer).__name__}: expected parameters of the sharded model, found "
+                    f"{_replaced[param]!r} as it was before mics.shard(), so this step would change nothing; "
+                    "build the optimizer from model.parameters() after mics.shard(model)"
+                )
+            place = _places.get(param)
+            boundary, unit = (None, None) if place is None else (place.boundary(), place.unit())
+            if boundary is not None and unit is not None and unit.spec.trainable:
+                members.setdefault(boundary, []).append((unit, place.index))
+    if members:
+        _check_elementwise(optimizer)
+    _members[optimizer] = (size, members)
+    return members
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    reason = next((_REFUSED[base.__name__] for base in kind.__mro__ if base.__name__ in _REFUSED), None)
+    if reason is None and any(base in _ELEMENTWISE for base in kind.__mro__):
+        return
+    if reason is not None:
+        raise SettingsError(
+            f"{kind.__name__} cannot train a sharded model: {reason}, and a rank has only a part of each. "
+            "Use an elementwise optimizer, for example torch.optim.AdamW"
+        )
+    raise SettingsError(
+        f"{kind.__name__}: expected an optimizer known to update each element from that element alone "
+        f"({', '.join(sorted(known.__name__ for known in _ELEMENTWISE))}), found one mics does not know; if it is "
+        f"elementwise, say so once with mics.allow_optimizer({kind.__name__})"
+    )
+
+
+_hooks_installed = False
+
+
+def _install_hooks() -> None:
+    global _hooks_installed
+    if not _hooks_installed:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _hooks_installed = True

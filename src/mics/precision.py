@@ -1,0 +1,57 @@
+"""Which number formats a run computes, reduces and keeps its masters in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mics.errors import SettingsError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The three formats of a parameter's life.
+
+    ``param`` is what modules compute with and what is gathered. ``None`` means bfloat16 on CUDA and each
+    parameter's own format on the CPU. ``reduce`` is what gradients travel in; they are accumulated in
+    ``float32`` whatever it is. ``master`` is what the optimizer updates.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for field in ("param", "reduce", "master"):
+            dtype = getattr(self, field)
+            if dtype is None and field == "param":
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise SettingsError(
+                    f"Precision.{field}: expected a floating-point torch.dtype, found {dtype!r}; "
+                    "use for example torch.bfloat16 or torch.float32"
+                )
+
+    def param_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """The format a parameter of format ``dtype`` is computed in on ``device``."""
+        if not dtype.is_floating_point:
+            return dtype
+        if self.param is not None:
+            return self.param
+        # Only full-precision parameters are lowered by default: a model that already mixes formats means it.
+        return torch.bfloat16 if device.type == "cuda" and dtype is torch.float32 else dtype
+
+    def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The format of the master copy of a parameter that was built in ``dtype``."""
+        # A double-precision model keeps its precision: rounding its masters would lose what the user asked for.
+        return torch.promote_types(dtype, self.master) if dtype is torch.float64 else self.master
+
+    def reduce_dtype(self, param: torch.dtype) -> torch.dtype:
+        """The format in which gradients of parameters of format ``param`` travel."""
+        return torch.float64 if param is torch.float64 else self.reduce
+
+    @staticmethod
+    def accumulate_dtype(param: torch.dtype) -> torch.dtype:
+        """The format of the gradient shards that collect the micro-steps."""
+        return torch.float64 if param is torch.float64 else torch.float32

@@ -1,0 +1,214 @@
+"""Whole tensors out of and into a sharded model: state dicts, gradients, summoned parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mics.engine import Engine, engine_of
+from mics.errors import SettingsError
+from mics.unit import GradState, Unit
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
+    """The model's state dict with whole tensors, parameters in master precision.
+
+    All ranks must call it. With ``rank0_only`` the other ranks get an empty dict; no rank holds more than
+    one gathered unit besides its result.
+    """
+    engine = engine_of(model)
+    keep = engine.world.rank == 0 or not rank0_only
+    whole: dict[int, Tensor] = {}
+    for unit in engine.units:
+        flat = unit.full_of_masters(unit.master)
+        if keep:
+            for index, value in enumerate(_split(unit, flat)):
+                whole[id(unit.shards[index])] = value.cpu() if cpu else value.clone()
+    if not keep:
+        return {}
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            found = whole.get(id(value))
+            state[name] = found if found is not None else _copied(value, cpu=cpu)
+        else:
+            state[name] = value  # what a module's get_extra_state returned
+    return state
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> Any:
+    """Load whole tensors into a sharded model. Ranks other than 0 may pass None: rank 0 then sends its own.
+
+    ``model.load_state_dict(full)`` does the same where every rank has the whole dict.
+    """
+    engine = engine_of(model)
+    given = engine.world.gather_objects(state_dict is not None)
+    if not given[0]:
+        raise SettingsError("load_full_state_dict: expected rank 0 to pass a state dict, found None")
+    if all(given):
+        assert state_dict is not None
+        return model.load_state_dict(dict(state_dict), strict=strict)
+    return model.load_state_dict(_receive(model, engine, state_dict), strict=strict)
+
+
+def full_gradients(
+    model: nn.Module, *, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, Tensor | None]:
+    """Whole gradients by parameter name, averaged over all ranks; None where there is none."""
+    engine = engine_of(model)
+    engine.boundary.synchronize()
+    keep = engine.world.rank == 0 or not rank0_only
+    grads: dict[str, Tensor | None] = {}
+    for unit in engine.boundary.trainable:
+        unit.forget_cleared()
+        present = unit.grad_state is GradState.REDUCED
+        flat = unit.full_of_masters(unit.step_gradient()) if present else None
+        values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
+        for ref, value in zip(unit.spec.refs, values, strict=True):
+            if keep:
+                grads[ref.name] = None if value is None else (value.cpu() if cpu else value.clone())
+    return grads
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Whole optimizer state by parameter name: tensors shaped like the parameter, scalars as they are."""
+    engine = engine_of(model)
+    keep = engine.world.rank == 0 or not rank0_only
+    result: dict[str, dict[str, Any]] = {}
+    for unit in engine.boundary.trainable:
+        states = [optimizer.state.get(shard, {}) for shard in unit.shards]
+        # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
+        described = [_describe(state, shard) for state, shard in zip(states, unit.shards, strict=True)]
+        everywhere = engine.world.gather_objects(described)
+        keys = sorted({key for ranks in everywhere for one in ranks for key, kind in one.items() if kind == "sharded"})
+        for key in keys:
+            local = torch.zeros_like(unit.master)
+            for state, view in zip(states, unit.views_of(local), strict=True):
+                if key in state:
+                    view.copy_(state[key])
+            values = _split(unit, unit.full_of_masters(local))
+            for index, (ref, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
+                if keep and any(key in one[index] for one in everywhere):
+                    result.setdefault(ref.name, {})[key] = value.cpu() if cpu else value.clone()
+        for index, ref in enumerate(unit.spec.refs):
+            whole = [(key, kind) for ranks in everywhere for key, kind in ranks[index].items() if kind != "sharded"]
+            if keep and whole:
+                result.setdefault(ref.name, {}).update(dict(whole))
+    return result
+
+
+@contextmanager
+def summon(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
+    """Inside this context modules hold whole parameters, in master precision, on every rank.
+
+    With ``writeback`` the changes made inside are kept: make the same ones on every rank. Forwards inside
+    need ``torch.no_grad()``.
+    """
+    engine = engine_of(model)
+    schedule = engine.schedule
+    if schedule.suspended:
+        raise SettingsError("mics.summon: expected a sharded model, found one already summoned; do not nest summon")
+    flats = [unit.full_of_masters(unit.master) for unit in engine.units]
+    schedule.suspended = True
+    try:
+        for unit, flat in zip(engine.units, flats, strict=True):
+            unit.expose([nn.Parameter(value, requires_grad=False) for value in _split(unit, flat)])
+        yield model
+    finally:
+        schedule.suspended = False
+        for unit in engine.units:
+            unit.expose(unit.shards)
+    if writeback:
+        for unit, flat in zip(engine.units, flats, strict=True):
+            unit.load(flat)
+
+
+def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a module loads its state: whole tensors become this rank's part of them."""
+    engine_table = module._parameters
+    units: dict[str, Unit] = getattr(engine_table, "units", {})
+    for attribute, unit in units.items():
+        value = state_dict.get(prefix + attribute)
+        if not isinstance(value, Tensor):
+            continue
+        index = next(i for i, ref in enumerate(unit.spec.refs) if (module, attribute) in ref.places)
+        slot, shard = unit.spec.layout.slots[index], unit.shards[index]
+        if tuple(value.shape) == slot.shape:
+            span = unit.share.master_span(unit.spec.layout, trainable=unit.spec.trainable)
+            overlap = slot.overlap(span)
+            part = value.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
+            state_dict[prefix + attribute] = part.view(shard.shape)
+        elif value.shape != shard.shape:
+            raise SettingsError(
+                f"{prefix + attribute}: expected the whole tensor of shape {slot.shape} or this rank's shard of "
+                f"shape {tuple(shard.shape)}, found {tuple(value.shape)}; is this the state of another model?"
+            )
+
+
+def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Rank 0's state dict on every rank, already cut to shards: one unit at a time is whole."""
+    names = engine.world.gather_objects(None if state_dict is None else list(state_dict))[0]
+    received: dict[str, Any] = {}
+    tied: dict[int, str] = {}
+    by_shard = {id(shard): (unit, i) for unit in engine.units for i, shard in enumerate(unit.shards)}
+    current = model.state_dict(keep_vars=True)
+    for name in names:
+        target = current.get(name)
+        if not isinstance(target, Tensor):
+            everyone = engine.world.gather_objects(state_dict[name] if state_dict is not None else None)
+            received[name] = everyone[0]
+            continue
+        if id(target) in tied:
+            received[name] = received[tied[id(target)]]
+            continue
+        tied[id(target)] = name
+        unit, index = by_shard.get(id(target), (None, -1))
+        slot = None if unit is None else unit.spec.layout.slots[index]
+        whole = torch.empty(tuple(target.shape) if slot is None else slot.shape, dtype=target.dtype, device=target.device)
+        if state_dict is not None:
+            _check_shape(name, state_dict[name], whole)
+            whole.copy_(state_dict[name])
+        engine.mesh.world.broadcast(whole, f"state {name!r}")
+        if unit is not None and slot is not None:
+            span = unit.share.master_span(unit.spec.layout, trainable=unit.spec.trainable)
+            overlap = slot.overlap(span)
+            flat = whole.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
+            whole = flat.clone().view(target.shape)
+        received[name] = whole
+    return received
+
+
+def _check_shape(name: str, value: Tensor, whole: Tensor) -> None:
+    if value.shape != whole.shape:
+        raise SettingsError(
+            f"{name}: expected a tensor of shape {tuple(whole.shape)}, found {tuple(value.shape)}; "
+            "is this the state of another model?"
+        )
+
+
+def _describe(state: Mapping[str, Any], shard: Tensor) -> dict[str, Any]:
+    """For each entry of a parameter's optimizer state: "sharded", or its value where all ranks have the same."""
+    return {
+        key: "sharded" if isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0 else _host(value)
+        for key, value in state.items()
+    }
+
+
+def _host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _copied(value: Tensor, *, cpu: bool) -> Tensor:
+    return value.detach().cpu().clone() if cpu else value.detach().clone()
+
+
+def _split(unit: Unit, flat: Tensor) -> list[Tensor]:
+    return [flat[slot.start : slot.stop].view(slot.shape) for slot in unit.spec.layout.slots]

@@ -1,0 +1,1 @@
+"""``mics train``: a small, complete training program on the public interface of mics."""

@@ -1,0 +1,94 @@
+"""Settings from a YAML file and from flags: the file replaces defaults, the flags replace the file."""
+
+import difflib
+import types
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+
+from mics.errors import SettingsError
+
+from .config import TrainConfig
+
+Settings = TypeVar("Settings")
+
+
+def parse_train_config(args: Sequence[str], *, prog: str = "mics train") -> TrainConfig:
+    """The settings of one run. Prints help or a usage error and exits as command lines do."""
+    file = _config_flag(args)
+    defaults = TrainConfig() if file is None else load_settings(TrainConfig, file)
+    return tyro.cli(TrainConfig, prog=prog, args=list(args), default=defaults)
+
+
+def load_settings(cls: type[Settings], file: Path) -> Settings:
+    """Read a YAML file into a settings class."""
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"--config {file}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {file}: not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        return settings_from_mapping(cls, {} if content is None else content)
+    except SettingsError as error:
+        raise SettingsError(f"--config {file}: {error}") from None
+
+
+def settings_from_mapping(cls: type[Settings], mapping: object, *, prefix: str = "") -> Settings:
+    """Build a settings class from nested plain values; any key or value that does not fit is an error."""
+    if not isinstance(mapping, dict):
+        raise SettingsError(f"{prefix.rstrip('.') or 'the file'}: expected names with values, found {mapping!r}")
+    assert is_dataclass(cls)
+    known = [item.name for item in fields(cls) if item.name != "config"]  # a file does not name another file
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for raw_key, value in mapping.items():
+        key = str(raw_key).replace("-", "_")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" (did you mean {prefix}{near[0]}?)" if near else ""
+            raise SettingsError(f"{prefix}{raw_key}: unknown setting{hint}; expected one of {', '.join(known)}")
+        values[key] = _convert(hints[key], value, prefix + key)
+    return replace(cls(), **values)
+
+
+def _convert(expected: Any, value: object, key: str) -> object:
+    """Turn a YAML value into the annotated type, or say what was expected."""
+    if is_dataclass(expected) and isinstance(expected, type):
+        return settings_from_mapping(expected, value, prefix=f"{key}.")
+    if get_origin(expected) in (Union, types.UnionType):
+        if value is None:
+            return None
+        (expected,) = (option for option in get_args(expected) if option is not type(None))
+    if get_origin(expected) is Literal:
+        if value in get_args(expected):
+            return value
+        raise SettingsError(f"{key}: expected one of {', '.join(map(str, get_args(expected)))}, found {value!r}")
+    if expected is Path and isinstance(value, str):
+        return Path(value)
+    if expected is float:
+        try:
+            # A string too: YAML reads 3e-4 as text, since it wants 3.0e-4 for a number.
+            if isinstance(value, int | float | str) and not isinstance(value, bool):
+                return float(value)
+        except ValueError:
+            pass
+    elif type(value) is expected:  # not isinstance: True is no count
+        return value
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
+    raise SettingsError(f"{key}: expected {words[expected]}, found {value!r}")
+
+
+def _config_flag(args: Sequence[str]) -> Path | None:
+    """The last ``--config`` among the flags: its file gives the defaults the other flags are read against."""
+    found = None
+    for position, arg in enumerate(args):
+        if arg.startswith("--config="):
+            found = arg.removeprefix("--config=")
+        elif arg == "--config" and position + 1 < len(args):
+            found = args[position + 1]
+    return None if found in (None, "None") else Path(found)

@@ -1,0 +1,376 @@
+"""One unit: its shard, its gathered parameters, and hop 1 of its gradients.
+
+Tensors of a unit of ``numel`` elements (padding included) on one rank, with p chunks and R pieces::
+
+    param_shard  [numel/p]          param format     this rank's chunk; what gathers read
+    master       [numel/p/R]        master format    what the optimizer updates ([numel/p] if it is not
+                                                     sharded over replicas); the very memory of
+                                                     ``param_shard`` where the formats agree
+    grad_shard   [numel/p]          float32          hop 1 adds every micro-step to it
+    flat         [numel]            param format     the gathered parameters; no memory while released
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from mics.assign import ParamRef
+from mics.comm import Collectives
+from mics.layout import Slot, UnitLayout
+
+
+class GradState(enum.Enum):
+    """What ``grad_shard`` holds. EMPTY -> PARTIAL (hop 1) -> REDUCED (hop 2) -> EMPTY (zero_grad).
+
+    More backwards after hop 2 lead from REDUCED back to PARTIAL.
+    """
+
+    EMPTY = enum.auto()
+    PARTIAL = enum.auto()
+    REDUCED = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """What a unit is made of. All its parameters share formats, and are trainable or all frozen."""
+
+    index: int
+    name: str
+    refs: tuple[ParamRef, ...]
+    layout: UnitLayout
+    trainable: bool
+    param_dtype: torch.dtype
+    master_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """This rank's part of every unit."""
+
+    chunk: int
+    piece: int
+    masters_over_replicas: bool  # optimizer_sharding == "world"
+
+    def chunk_span(self, layout: UnitLayout) -> range:
+        return layout.chunk_span(self.chunk)
+
+    def piece_span(self, layout: UnitLayout) -> range:
+        return layout.piece_span(self.chunk, self.piece)
+
+    def master_span(self, layout: UnitLayout, *, trainable: bool) -> range:
+        """The flat positions whose values ``model.parameters()`` shows on this rank."""
+        if trainable and self.masters_over_replicas:
+            return self.piece_span(layout)
+        return self.chunk_span(layout)
+
+
+class ParameterTable(dict[str, nn.Parameter | None]):
+    """A module's ``_parameters``. Reading a parameter of a released unit first asks the schedule.
+
+    Modules may use a weight without calling the module that holds it (``x @ self.embed.weight.T``): no
+    hook sees that, and a released parameter has no memory behind it.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(params)
+        self.units: dict[str, Unit] = {}
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        unit = self.units.get(name)
+        if unit is not None and not unit.gathered:
+            unit.on_access(unit)
+        return super().__getitem__(name)
+
+
+class ReduceBuffer:
+    """The one buffer that full gradients are laid out in for hop 1, shared by all units of a format."""
+
+    def __init__(self, *, numel: int, shard_numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.full = torch.empty(numel, dtype=dtype, device=device)  # [largest unit], written by hop 1
+        self.shard = torch.empty(shard_numel, dtype=dtype, device=device)  # [largest chunk], its result
+
+
+class Unit:
+    """The parameters that are gathered and released together."""
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        share: Share,
+        *,
+        partition: Collectives,
+        replication: Collectives,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.share = share
+        self.label = f"unit {spec.name!r}"
+        self.device = device
+        self.gathered = False
+        self.grad_state = GradState.EMPTY
+        self.used = [False] * len(spec.refs)  # parameters that got a gradient on this rank since zero_grad
+        self.on_access: Callable[[Unit], None] = lambda unit: None  # set by the schedule
+        self._partition = partition
+        self._replication = replication
+        self._versions = 0
+        layout = spec.layout
+
+        self.param_shard = torch.zeros(layout.chunk_numel, dtype=spec.param_dtype, device=device)
+        self.master = self._make_master()
+        self.shards = [self._view_of_master(slot) for slot in layout.slots]
+        self.grad_shard: Tensor | None = None  # made by the first backward
+        self.grads: list[Tensor] = []  # view of grad_shard for each entry of ``shards``
+        self._reduce_views: list[Tensor] = []
+        self._gap_views: list[Tensor] = []
+
+        # With one rank a group the shard is the whole unit: nothing to gather, nothing to allocate.
+        alone = partition.size == 1
+        self.flat = self.param_shard if alone else torch.empty_like(self.param_shard).new_empty(layout.numel)
+        self.full = [self._view_of_flat(slot) for slot in layout.slots]
+        self._flat_storage = None if alone else self.flat.untyped_storage()
+        self._flat_nbytes = self.flat.untyped_storage().nbytes()
+        self._release_memory()
+        self._entries = self._install()
+        self._rnns = {id(m): m for ref in spec.refs for m, _ in ref.places if isinstance(m, nn.RNNBase)}
+        self.expose(self.shards)
+
+    # -- parameters ---------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Make the full parameters what the modules hold."""
+        if self.gathered:
+            return
+        if self.masters_changed():
+            self.refresh()
+        if self._flat_storage is not None:
+            self._flat_storage.resize_(self._flat_nbytes)
+            self._partition.all_gather(self.flat, self.param_shard, self.label)
+        for shard, full in zip(self.shards, self.full, strict=True):
+            if shard.requires_grad != full.requires_grad:
+                full.requires_grad_(shard.requires_grad)
+        self.gathered = True
+        self.expose(self.full)
+
+    def release(self) -> None:
+        """Give the gathered memory back; modules hold shards again."""
+        if not self.gathered:
+            return
+        self.gathered = False
+        self._release_memory()
+        self.expose(self.shards)
+
+    def expose(self, params: Sequence[nn.Parameter]) -> None:
+        """Let the modules that hold this unit's parameters hold ``params``."""
+        for table, attribute, index in self._entries:
+            dict.__setitem__(table, attribute, params[index])
+        for rnn in self._rnns.values():
+            # torch's recurrent modules keep a second list of their weights, and compute with that one.
+            rnn._flat_weights = [dict.get(rnn._parameters, name) for name in rnn._flat_weights_names]
+
+    def refresh(self) -> None:
+        """Carry the masters into ``param_shard``, of all replicas' pieces."""
+        if self.spec.trainable:
+            own = self._own_of(self.param_shard)
+            if own.data_ptr() != self.master.data_ptr():
+                own.copy_(self.master)
+            if self.share.masters_over_replicas:
+                self._replication.all_gather(self.param_shard, own, self.label)
+        self._versions = self._count_versions()
+
+    def masters_changed(self) -> bool:
+        """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
+        return self._versions != self._count_versions()
+
+    def load(self, flat: Tensor) -> None:
+        """Take this rank's part of ``flat``, all values of the unit in flat order."""
+        chunk = self.share.chunk_span(self.spec.layout)
+        self.param_shard.copy_(flat[chunk.start : chunk.stop])
+        if self.spec.trainable:
+            span = self.share.master_span(self.spec.layout, trainable=True)
+            self.master.copy_(flat[span.start : span.stop])
+        self._versions = self._count_versions()
+
+    def full_of_masters(self, masters: Tensor) -> Tensor:
+        """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
+        layout = self.spec.layout
+        chunk = masters
+        if self.spec.trainable and self.share.masters_over_replicas:
+            chunk = masters.new_empty(layout.chunk_numel)
+            self._replication.all_gather(chunk, masters, self.label)
+        flat = masters.new_empty(layout.numel)
+        self._partition.all_gather(flat, chunk, self.label)
+        return flat
+
+    def views_of(self, masters: Tensor) -> list[Tensor]:
+        """Each parameter's part of a tensor laid out as ``self.master``, shaped like ``shards``."""
+        return [self._slot_view(masters, slot) for slot in self.spec.layout.slots]
+
+    # -- gradients ----------------------------------------------------------------------------------
+
+    def has_full_grads(self) -> bool:
+        """Whether backward left gradients on the full parameters."""
+        return any(param.grad is not None for param in self.full)
+
+    def drop_full_grads(self) -> None:
+        """Forget gradients that will not be reduced (a backward that failed)."""
+        for param in self.full:
+            param.grad = None
+
+    def reduce(self, buffer: ReduceBuffer, scale: float) -> None:
+        """Hop 1: add ``scale`` times the partition group's sum of gradients to ``grad_shard``."""
+        total = self._sum_over_partition(buffer)
+        grad_shard = self._grad_shard()
+        self._drop_cleared()
+        if self.grad_state is GradState.EMPTY:
+            if total.dtype is grad_shard.dtype:
+                torch.mul(total, scale, out=grad_shard)
+            else:
+                grad_shard.copy_(total).mul_(scale)
+        else:
+            if self.grad_state is GradState.REDUCED:
+                self._keep_one_copy()
+            grad_shard.add_(total, alpha=scale)
+        self.grad_state = GradState.PARTIAL
+        for index, param in enumerate(self.full):
+            self.used[index] |= param.grad is not None
+            param.grad = None
+
+    def reduce_over_replicas(self) -> None:
+        """Hop 2: make ``grad_shard`` (its own piece, if masters are sharded over replicas) the world's sum."""
+        assert self.grad_state is GradState.PARTIAL and self.grad_shard is not None
+        self._drop_cleared()
+        if self.grad_state is GradState.EMPTY:
+            return
+        if self.share.masters_over_replicas:
+            own = self._own_of(self.grad_shard)
+            self._replication.reduce_scatter(own, self.grad_shard, self.label)
+        else:
+            self._replication.all_reduce(self.grad_shard, self.label)
+        self.grad_state = GradState.REDUCED
+
+    def step_gradient(self) -> Tensor:
+        """The part of ``grad_shard`` that the optimizer uses, once reduced."""
+        assert self.grad_state is GradState.REDUCED and self.grad_shard is not None
+        return self._own_of(self.grad_shard)
+
+    def unique_gradient(self) -> Tensor:
+        """The piece of the reduced gradient that no other rank counts: norms add these up."""
+        assert self.grad_state is GradState.REDUCED and self.grad_shard is not None
+        return self._piece_of(self.grad_shard)
+
+    def forget_cleared(self) -> None:
+        """Notice what zero_grad(set_to_none=True) did since the last backward."""
+        if self.grad_state is not GradState.EMPTY:
+            self._drop_cleared()
+
+    # -- inside -------------------------------------------------------------------------------------
+
+    def _sum_over_partition(self, buffer: ReduceBuffer) -> Tensor:
+        layout = self.spec.layout
+        if not self._reduce_views:
+            self._reduce_views = [buffer.full[s.start : s.stop].view(s.shape) for s in layout.slots]
+            self._gap_views = [buffer.full[gap.start : gap.stop] for gap in layout.gaps()]
+        pairs = [(v, p.grad) for v, p in zip(self._reduce_views, self.full, strict=True)]
+        present = [(view, grad) for view, grad in pairs if grad is not None]
+        # Another unit's gradients are still in the buffer: what this one does not write must become zero.
+        blank = self._gap_views + [view for view, grad in pairs if grad is None]
+        if blank:
+            torch._foreach_zero_(blank)
+        torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
+        full = buffer.full[: layout.numel]
+        if self._partition.size == 1:
+            return full
+        shard = buffer.shard[: layout.chunk_numel]
+        self._partition.reduce_scatter(shard, full, self.label)
+        return shard
+
+    def _grad_shard(self) -> Tensor:
+        if self.grad_shard is None:
+            self.grad_shard = torch.zeros(
+                self.spec.layout.chunk_numel, dtype=self.spec.grad_dtype, device=self.device
+            )
+            own = self._own_of(self.grad_shard)
+            self.grads = [self._slot_view(own, slot) for slot in self.spec.layout.slots]
+        return self.grad_shard
+
+    def _drop_cleared(self) -> None:
+        """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew."""
+        cleared = [index for index, shard in enumerate(self.shards) if shard.grad is None]
+        if len(cleared) == len(self.shards):
+            self.grad_state = GradState.EMPTY
+            self.used = [False] * len(self.used)
+        elif cleared:
+            assert self.grad_shard is not None
+            span = self.share.chunk_span(self.spec.layout)
+            for index in cleared:
+                overlap = self.spec.layout.slots[index].overlap(span)
+                self.grad_shard[overlap.start - span.start : overlap.stop - span.start].zero_()
+                self.used[index] = False
+
+    def _keep_one_copy(self) -> None:
+        """Before adding to a reduced gradient: leave it on one replica only, so that hop 2 counts it once."""
+        assert self.grad_shard is not None
+        if self._replication.size == 1:
+            return
+        keep = self._piece_of(self.grad_shard).clone()
+        self.grad_shard.zero_()
+        self._piece_of(self.grad_shard).copy_(keep)
+
+    def _release_memory(self) -> None:
+        if self._flat_storage is not None:
+            self._flat_storage.resize_(0)
+
+    def _make_master(self) -> Tensor:
+        spec = self.spec
+        own = self._own_of(self.param_shard)
+        if not spec.trainable or spec.master_dtype is spec.param_dtype:
+            return own
+        return torch.zeros(own.numel(), dtype=spec.master_dtype, device=self.device)
+
+    def _own_of(self, chunk: Tensor) -> Tensor:
+        """The part of a [chunk_numel] tensor that ``master`` covers."""
+        if self.spec.trainable and self.share.masters_over_replicas:
+            return self._piece_of(chunk)
+        return chunk
+
+    def _piece_of(self, chunk: Tensor) -> Tensor:
+        numel = self.spec.layout.piece_numel
+        return chunk[self.share.piece * numel : (self.share.piece + 1) * numel]
+
+    def _slot_view(self, own: Tensor, slot: Slot) -> Tensor:
+        """One parameter's part of a tensor laid out as ``master``: [n, 1, ...], as many dims as it has."""
+        span = self.share.master_span(self.spec.layout, trainable=self.spec.trainable)
+        overlap = slot.overlap(span)
+        piece = own[overlap.start - span.start : overlap.stop - span.start]
+        return piece.view(-1, *[1] * (len(slot.shape) - 1))
+
+    def _view_of_master(self, slot: Slot) -> nn.Parameter:
+        return nn.Parameter(self._slot_view(self.master, slot), requires_grad=self.spec.trainable)
+
+    def _view_of_flat(self, slot: Slot) -> nn.Parameter:
+        # ``.data`` gives the view a version counter of its own: gathering writes through ``flat``, and
+        # must not look to autograd like an edit of what it saved.
+        view = self.flat[slot.start : slot.stop].view(slot.shape).data
+        return nn.Parameter(view, requires_grad=self.spec.trainable)
+
+    def _install(self) -> list[tuple[ParameterTable, str, int]]:
+        entries = []
+        for index, ref in enumerate(self.spec.refs):
+            for module, attribute in ref.places:
+                table = module._parameters
+                if not isinstance(table, ParameterTable):
+                    table = module._parameters = ParameterTable(table)
+                table.units[attribute] = self
+                entries.append((table, attribute, index))
+        return entries
+
+    def _count_versions(self) -> int:
+        return sum(shard._version for shard in self.shards)
