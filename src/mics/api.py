@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mics.assign import ParamRef, Site, assign_sites
 from mics.boundary import Boundary
@@ -151,13 +152,15 @@ def _check(
     inside = next((name for name, module in model.named_modules() if is_sharded(module)), None)
     if inside is not None:
         raise SettingsError(
-            f"mics.shard: expected a model that is not sharded yet, found {inside or 'the model'!r} already sharded; "
-            "call mics.shard once, on the outermost module"
+            f"mics.shard: expected a model that is not sharded yet, found {inside or 'the model'!r} "
+            "already sharded; call mics.shard once, on the outermost module"
         )
     if hierarchical not in ("auto", True, False):
         raise SettingsError(f'hierarchical: expected "auto", True or False, found {hierarchical!r}')
     if optimizer_sharding not in ("world", "partition"):
-        raise SettingsError(f'optimizer_sharding: expected "world" or "partition", found {optimizer_sharding!r}')
+        raise SettingsError(
+            f'optimizer_sharding: expected "world" or "partition", found {optimizer_sharding!r}'
+        )
     if not isinstance(precision, Precision):
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
     return _Settings(
@@ -193,15 +196,24 @@ def _device_of(model: nn.Module, world: World) -> torch.device:
     """Where shards will live. All parameters must be on one device, and within reach of the collectives."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
+        if isinstance(param, DTensor) or param.dtype.is_complex:
+            kind = "a DTensor" if isinstance(param, DTensor) else f"format {param.dtype}"
+            raise SettingsError(
+                f"mics.shard: expected ordinary real parameters, found {name!r} as {kind}; shard the "
+                "plain model"
+            )
         devices.setdefault(param.device, name)
     if len(devices) > 1:
         found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise SettingsError(f"mics.shard: expected all parameters on one device, found {found}; move the model to one")
+        raise SettingsError(
+            f"mics.shard: expected all parameters on one device, found {found}; move the model to one"
+        )
     given = next(iter(devices), None)
     device = world.backend_device(None if given is None or given.type == "meta" else given)
     if given is not None and given.type == "cuda" and given.index != torch.cuda.current_device():
         raise SettingsError(
-            f"mics.shard: expected parameters on this rank's current device cuda:{torch.cuda.current_device()}, found "
+            "mics.shard: expected parameters on this rank's current device "
+            f"cuda:{torch.cuda.current_device()}, found "
             f"{devices[given]!r} on {given}; call torch.cuda.set_device(local_rank) before building the model"
         )
     return device
@@ -213,7 +225,8 @@ def _account(world: World, settings: _Settings | None, error: Exception | None) 
     if settings is None:
         return account | {"error": f"{type(error).__name__}: {error}"}
     described = [
-        f"{site.name}: {ref.name} {tuple(ref.param.shape)} {ref.param.dtype} trainable={ref.param.requires_grad}"
+        f"{site.name}: {ref.name} {tuple(ref.param.shape)} {ref.param.dtype} "
+        f"trainable={ref.param.requires_grad}"
         for site in settings.sites
         for ref in site.params
     ]
@@ -241,7 +254,8 @@ def _compare(accounts: Sequence[dict[str, Any]]) -> None:
         other = next((account for account in accounts if account[key] != first), None)
         if other is not None:
             raise SettingsError(
-                f"mics.shard: expected the same {key} on all ranks, found {first} on rank 0 and {other[key]} on rank "
+                f"mics.shard: expected the same {key} on all ranks, found {first} on rank 0 and "
+                f"{other[key]} on rank "
                 f"{other['rank']}; build the same model and pass the same settings everywhere"
             )
 
@@ -312,7 +326,9 @@ def _build_sites(
         for unit in units:
             fill_unit(unit, values, mesh.world)
         drop_originals(site)
-        lowered = [spec.param_dtype for spec in specs if spec.param_dtype not in {r.param.dtype for r in spec.refs}]
+        lowered = [
+            spec.param_dtype for spec in specs if spec.param_dtype not in {r.param.dtype for r in spec.refs}
+        ]
         scheduled.append(
             ScheduledSite(
                 name=site.name, module=site.module, units=units, cast_to=lowered[0] if lowered else None

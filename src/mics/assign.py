@@ -30,9 +30,7 @@ class Site:
     params: tuple[ParamRef, ...]
 
 
-def assign_sites(
-    model: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None = None
-) -> list[Site]:
+def assign_sites(model: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None = None) -> list[Site]:
     """Give every parameter to exactly one site, in the order of ``model.named_parameters()``.
 
     A parameter belongs to the innermost unit module around it. What lies outside every unit module
@@ -54,9 +52,7 @@ def assign_sites(
         owner = _owner(reaching, chosen, above_units)
         members.setdefault(id(owner), []).append(ref)
         modules[id(owner)] = owner
-    return [
-        Site(name=names[key], module=modules[key], params=tuple(refs)) for key, refs in members.items()
-    ]
+    return [Site(name=names[key], module=modules[key], params=tuple(refs)) for key, refs in members.items()]
 
 
 def list_params(model: nn.Module) -> list[ParamRef]:
@@ -90,14 +86,16 @@ def _resolve_units(model: nn.Module, units: Iterable[nn.Module | type[nn.Module]
             instances = {id(module) for module in model.modules() if isinstance(module, unit)}
             if not instances:
                 raise SettingsError(
-                    f"units: expected classes of modules inside the model, found {unit.__qualname__}, of which "
+                    "units: expected classes of modules inside the model, found "
+                    f"{unit.__qualname__}, of which "
                     f"{type(model).__name__} has none; leave it out or check the spelling"
                 )
             chosen |= instances
         elif isinstance(unit, nn.Module):
             if id(unit) not in inside:
                 raise SettingsError(
-                    f"units: expected modules inside the model, found a {type(unit).__name__} that is not one "
+                    f"units: expected modules inside the model, found a {type(unit).__name__} that "
+                    "is not one "
                     f"of the submodules of {type(model).__name__}; pass modules of the model being sharded"
                 )
             chosen.add(id(unit))
@@ -124,7 +122,7 @@ def _owner(paths: Sequence[tuple[nn.Module, ...]], chosen: set[int], above_units
     if len(owners) == 1:
         return next(iter(owners.values()))
     columns = zip(*paths, strict=False)
-    shared = [column[0] for column in columns if len({id(module) for module in column}) == 1]
+    shared: list[nn.Module] = [column[0] for column in columns if len({id(module) for module in column}) == 1]
     # A list is never called, so nothing would gather for it: take the module that calls its entries.
     return next(module for module in reversed(shared) if not isinstance(module, _CONTAINERS))
 

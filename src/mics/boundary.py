@@ -79,7 +79,7 @@ class Boundary:
             local = torch.linalg.vector_norm(norms, norm_type)
         else:
             local = torch.zeros((), device=self._device)
-        summed = local if infinite else local.pow(norm_type)
+        summed: Tensor = local if infinite else local.pow(norm_type)
         self._mesh.world.all_reduce(summed, "the gradient norm", maximum=infinite)
         return summed if infinite else summed.pow(1.0 / norm_type)
 
@@ -97,6 +97,10 @@ class Boundary:
         for shard, guard in zip(unit.shards, guards, strict=True):
             if shard.grad is None:
                 shard.grad = guard
+
+    def reduce_buffers(self) -> list[ReduceBuffer]:
+        """The buffers hop 1 works in: one for each reduce format in use."""
+        return list(self._buffers.values())
 
     def _buffer(self, unit: Unit) -> ReduceBuffer:
         dtype = unit.spec.reduce_dtype
@@ -119,6 +123,7 @@ class Boundary:
         """Show the optimizer plain gradients; none for parameters that no rank used."""
         self.synchronize()
         for unit in {id(unit): unit for unit, _ in members}.values():
+            unit.check_intact()
             unit.forget_cleared()
         self._agreement.settle()
         self._shown = [(unit, index) for unit, index in members if unit.shards[index].grad is not None]
@@ -193,8 +198,10 @@ class Agreement:
         highest, lowest = self._theirs[0].item(), -self._theirs[1].item()
         if highest != lowest:
             raise MicsError(
-                "ranks gathered or reduced different units, or in a different order, since the last optimizer "
-                "step, so parameters and gradients are not to be trusted. Expected every rank to call the same "
+                "ranks gathered or reduced different units, or in a different order, since the last "
+                "optimizer "
+                "step, so parameters and gradients are not to be trusted. Expected every rank to "
+                "call the same "
                 "modules in the same order; look for layers skipped or chosen by rank or by data"
             )
 

@@ -45,5 +45,5 @@ def broadcast_together(tensors: list[Tensor], world: Collectives) -> None:
             same = [tensor for tensor in tensors if tensor.dtype is dtype]
             packed = torch.cat([tensor.reshape(-1) for tensor in same])
             world.broadcast(packed, "the module's buffers")
-            for tensor, values in zip(same, packed.split([t.numel() for t in same]), strict=True):
+            for tensor, values in zip(same, torch.split(packed, [t.numel() for t in same]), strict=True):
                 tensor.copy_(values.view(tensor.shape))

@@ -47,7 +47,8 @@ def engine_of(model: nn.Module) -> Engine:
     """The engine of a sharded model."""
     if not isinstance(model, nn.Module) or not is_sharded(model):
         raise SettingsError(
-            f"expected a model that mics.shard() has sharded, found {type(model).__name__}; call mics.shard(model) first "
+            f"expected a model that mics.shard() has sharded, found {type(model).__name__}; call "
+            "mics.shard(model) first "
             "and pass that same model"
         )
     engine: Engine = model.__dict__[_ATTRIBUTE]

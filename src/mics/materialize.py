@@ -69,14 +69,15 @@ def _run_initialisers(model: nn.Module, site: Site, device: torch.device) -> dic
         for ref in site.params
     }
     holders = {id(module): module for ref in site.params for module, _ in ref.places}
-    with _holding(site, real):
+    with _Holding(site, real):
         for module in _initialisable(site, holders):
             _initialise(model, module)
         missing = [ref.name for ref in site.params if real[id(ref.param)]._version == 0]
     if missing:
         raise SettingsError(
             f"model on the meta device: expected an initialiser for every parameter, found none that writes "
-            f"{', '.join(missing[:5])}; give the module that holds it a reset_parameters() method, give the model an "
+            f"{', '.join(missing[:5])}; give the module that holds it a reset_parameters() method, "
+            "give the model an "
             "_init_weights(module) method, or build the model on a real device"
         )
     return {key: param.detach() for key, param in real.items()}
@@ -111,12 +112,13 @@ def _fill_buffers(model: nn.Module, module: nn.Module, names: list[str]) -> None
     if missing:
         raise SettingsError(
             f"model on the meta device: expected an initialiser for every buffer, found none that writes "
-            f"{', '.join(missing)} of {type(module).__name__}; fill it in reset_parameters(), or build the model on a "
+            f"{', '.join(missing)} of {type(module).__name__}; fill it in reset_parameters(), or "
+            "build the model on a "
             "real device"
         )
 
 
-class _holding:
+class _Holding:
     """Modules hold ``real`` parameters inside this context instead of those on meta."""
 
     def __init__(self, site: Site, real: dict[int, nn.Parameter]) -> None:

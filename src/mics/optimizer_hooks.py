@@ -63,7 +63,9 @@ def allow_optimizer(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     silently wrong on shards. Usable as a class decorator.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise SettingsError(f"allow_optimizer: expected a torch.optim.Optimizer class, found {optimizer_class!r}")
+        raise SettingsError(
+            f"allow_optimizer: expected a torch.optim.Optimizer class, found {optimizer_class!r}"
+        )
     _ELEMENTWISE.add(optimizer_class)
     return optimizer_class
 
@@ -124,7 +126,8 @@ def _check_elementwise(optimizer: Optimizer) -> None:
         )
     raise SettingsError(
         f"{kind.__name__}: expected an optimizer known to update each element from that element alone "
-        f"({', '.join(sorted(known.__name__ for known in _ELEMENTWISE))}), found one mics does not know; if it is "
+        f"({', '.join(sorted(known.__name__ for known in _ELEMENTWISE))}), found one mics does not "
+        "know; if it is "
         f"elementwise, say so once with mics.allow_optimizer({kind.__name__})"
     )
 

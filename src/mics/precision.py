@@ -32,6 +32,12 @@ class Precision:
                     f"Precision.{field}: expected a floating-point torch.dtype, found {dtype!r}; "
                     "use for example torch.bfloat16 or torch.float32"
                 )
+        if self.master not in (torch.float32, torch.float64):
+            raise SettingsError(
+                f"Precision.master: expected torch.float32 or torch.float64, found {self.master}; in "
+                "narrower "
+                "formats small updates round to nothing"
+            )
 
     def param_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """The format a parameter of format ``dtype`` is computed in on ``device``."""
@@ -44,7 +50,7 @@ class Precision:
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The format of the master copy of a parameter that was built in ``dtype``."""
-        # A double-precision model keeps its precision: rounding its masters would lose what the user asked for.
+        # A double-precision model keeps its precision: rounding its masters would lose what it is for.
         return torch.promote_types(dtype, self.master) if dtype is torch.float64 else self.master
 
     def reduce_dtype(self, param: torch.dtype) -> torch.dtype:

@@ -92,8 +92,10 @@ class Schedule:
         if self.suspended:
             if torch.is_grad_enabled():
                 raise MicsError(
-                    f"forward of {site.name or 'the model'!r} inside mics.summon: expected torch.no_grad(), found "
-                    "gradients enabled; gradients of summoned parameters would be lost, leave the context first"
+                    f"forward of {site.name or 'the model'!r} inside mics.summon: expected "
+                    "torch.no_grad(), found "
+                    "gradients enabled; gradients of summoned parameters would be lost, leave the "
+                    "context first"
                 )
             return None
         if self._depth == 0:
@@ -193,7 +195,7 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
-        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._end_backward)
         self._gather(self._on_demand.values())
 
     def _end_backward(self) -> None:
@@ -201,7 +203,8 @@ class Schedule:
             for unit in site.units:
                 if unit.has_full_grads() and not (unit.gathered or site.reached):
                     raise MicsError(
-                        f"unit {unit.spec.name!r} got gradients although none reached an output of its module, "
+                        f"unit {unit.spec.name!r} got gradients although none reached an output of "
+                        "its module, "
                         "while its parameters were released. Return every tensor that takes part in the loss "
                         "from the module's forward"
                     )

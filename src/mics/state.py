@@ -42,7 +42,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     return state
 
 
-def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> Any:
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
+) -> Any:
     """Load whole tensors into a sharded model. Ranks other than 0 may pass None: rank 0 then sends its own.
 
     ``model.load_state_dict(full)`` does the same where every rank has the whole dict.
@@ -88,7 +90,9 @@ def full_optimizer_state_dict(
         # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
         described = [_describe(state, shard) for state, shard in zip(states, unit.shards, strict=True)]
         everywhere = engine.world.gather_objects(described)
-        keys = sorted({key for ranks in everywhere for one in ranks for key, kind in one.items() if kind == "sharded"})
+        keys = sorted(
+            {key for ranks in everywhere for one in ranks for key, kind in one.items() if kind == "sharded"}
+        )
         for key in keys:
             local = torch.zeros_like(unit.master)
             for state, view in zip(states, unit.views_of(local), strict=True):
@@ -99,7 +103,9 @@ def full_optimizer_state_dict(
                 if keep and any(key in one[index] for one in everywhere):
                     result.setdefault(ref.name, {})[key] = value.cpu() if cpu else value.clone()
         for index, ref in enumerate(unit.spec.refs):
-            whole = [(key, kind) for ranks in everywhere for key, kind in ranks[index].items() if kind != "sharded"]
+            whole = [
+                (key, kind) for ranks in everywhere for key, kind in ranks[index].items() if kind != "sharded"
+            ]
             if keep and whole:
                 result.setdefault(ref.name, {}).update(dict(whole))
     return result
@@ -115,7 +121,9 @@ def summon(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
     engine = engine_of(model)
     schedule = engine.schedule
     if schedule.suspended:
-        raise SettingsError("mics.summon: expected a sharded model, found one already summoned; do not nest summon")
+        raise SettingsError(
+            "mics.summon: expected a sharded model, found one already summoned; do not nest summon"
+        )
     flats = [unit.full_of_masters(unit.master) for unit in engine.units]
     schedule.suspended = True
     try:
@@ -148,7 +156,8 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
             state_dict[prefix + attribute] = part.view(shard.shape)
         elif value.shape != shard.shape:
             raise SettingsError(
-                f"{prefix + attribute}: expected the whole tensor of shape {slot.shape} or this rank's shard of "
+                f"{prefix + attribute}: expected the whole tensor of shape {slot.shape} or this "
+                "rank's shard of "
                 f"shape {tuple(shard.shape)}, found {tuple(value.shape)}; is this the state of another model?"
             )
 
@@ -172,7 +181,9 @@ def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | N
         tied[id(target)] = name
         unit, index = by_shard.get(id(target), (None, -1))
         slot = None if unit is None else unit.spec.layout.slots[index]
-        whole = torch.empty(tuple(target.shape) if slot is None else slot.shape, dtype=target.dtype, device=target.device)
+        whole = torch.empty(
+            tuple(target.shape) if slot is None else slot.shape, dtype=target.dtype, device=target.device
+        )
         if state_dict is not None:
             _check_shape(name, state_dict[name], whole)
             whole.copy_(state_dict[name])
@@ -195,9 +206,11 @@ def _check_shape(name: str, value: Tensor, whole: Tensor) -> None:
 
 
 def _describe(state: Mapping[str, Any], shard: Tensor) -> dict[str, Any]:
-    """For each entry of a parameter's optimizer state: "sharded", or its value where all ranks have the same."""
+    """Each entry of a parameter's optimizer state: "sharded", or its value where all ranks have the same."""
     return {
-        key: "sharded" if isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0 else _host(value)
+        key: "sharded"
+        if isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0
+        else _host(value)
         for key, value in state.items()
     }
 

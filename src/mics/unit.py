@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mics.assign import ParamRef
 from mics.comm import Collectives
+from mics.errors import MicsError, SettingsError
 from mics.layout import Slot, UnitLayout
 
 
@@ -155,7 +156,7 @@ class Unit:
             self._partition.all_gather(self.flat, self.param_shard, self.label)
         for shard, full in zip(self.shards, self.full, strict=True):
             if shard.requires_grad != full.requires_grad:
-                full.requires_grad_(shard.requires_grad)
+                self._follow_requires_grad(shard, full)
         self.gathered = True
         self.expose(self.full)
 
@@ -188,6 +189,15 @@ class Unit:
     def masters_changed(self) -> bool:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
         return self._versions != self._count_versions()
+
+    def check_intact(self) -> None:
+        """Raise if the optimizer's parameters no longer are the memory of ``master``."""
+        if self.shards[0].untyped_storage().data_ptr() != self.master.untyped_storage().data_ptr():
+            raise MicsError(
+                f"{self.label}: expected its parameters where mics.shard() put them, found them "
+                "replaced, so this step "
+                "would change nothing; do not call model.to(), .half() or .float() after mics.shard()"
+            )
 
     def load(self, flat: Tensor) -> None:
         """Take this rank's part of ``flat``, all values of the unit in flat order."""
@@ -244,11 +254,11 @@ class Unit:
             param.grad = None
 
     def reduce_over_replicas(self) -> None:
-        """Hop 2: make ``grad_shard`` (its own piece, if masters are sharded over replicas) the world's sum."""
-        assert self.grad_state is GradState.PARTIAL and self.grad_shard is not None
+        """Hop 2: the part of ``grad_shard`` that the optimizer uses becomes the sum over the world."""
         self._drop_cleared()
-        if self.grad_state is GradState.EMPTY:
+        if self.grad_state is not GradState.PARTIAL:
             return
+        assert self.grad_shard is not None
         if self.share.masters_over_replicas:
             own = self._own_of(self.grad_shard)
             self._replication.reduce_scatter(own, self.grad_shard, self.label)
@@ -323,6 +333,15 @@ class Unit:
         keep = self._piece_of(self.grad_shard).clone()
         self.grad_shard.zero_()
         self._piece_of(self.grad_shard).copy_(keep)
+
+    def _follow_requires_grad(self, shard: nn.Parameter, full: nn.Parameter) -> None:
+        if shard.requires_grad and not self.spec.trainable:
+            raise SettingsError(
+                f"{self.label}: expected its parameters to stay frozen, found requires_grad=True; "
+                "they were frozen when "
+                "mics.shard() ran, so there are no masters for them. Set requires_grad before sharding"
+            )
+        full.requires_grad_(shard.requires_grad)
 
     def _release_memory(self) -> None:
         if self._flat_storage is not None:

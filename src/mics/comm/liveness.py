@@ -14,7 +14,7 @@ import threading
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _BEAT_SECONDS = 1.0
 _LEFT = "left"
@@ -23,7 +23,7 @@ _LEFT = "left"
 class Liveness:
     """This rank's heartbeat, and the means to ask after the others."""
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, exit_after: float | None) -> None:
+    def __init__(self, store: Store, *, rank: int, world_size: int, exit_after: float | None) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -108,9 +108,7 @@ class Liveness:
         return beats if any(beats.values()) else {}
 
 
-def start_liveness(
-    store: dist.Store, *, rank: int, world_size: int, timeout: timedelta, on_gpu: bool
-) -> Liveness:
+def start_liveness(store: Store, *, rank: int, world_size: int, timeout: timedelta, on_gpu: bool) -> Liveness:
     """Begin beating. On a GPU a rank ends itself when its neighbour falls silent for the timeout."""
     exit_after = min(timeout.total_seconds(), 60.0) if on_gpu else None
     return Liveness(store, rank=rank, world_size=world_size, exit_after=exit_after)

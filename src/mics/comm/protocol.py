@@ -21,6 +21,11 @@ class Collectives(Protocol):
     @property
     def position(self) -> int: ...
 
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes this implementation keeps between calls."""
+        ...
+
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
         """``out[c] = shard of member c``. ``shard`` may be this member's own chunk of ``out``."""
         ...

@@ -32,6 +32,10 @@ class TwoStageCollectives:
     def position(self) -> int:
         return self._intra.position * self._inter.size + self._inter.position
 
+    @property
+    def staging_nbytes(self) -> int:
+        return self._intra.staging_nbytes + self._inter.staging_nbytes
+
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
         self._counter.add("partition", "all_gather", (self.size - 1) * _nbytes(shard))
         block = out.view(self._intra.size, -1)[self._intra.position]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from mics.comm.group import GroupCollectives
 from mics.comm.liveness import Liveness, start_liveness
@@ -66,9 +67,9 @@ class World:
         """Start this rank's heartbeat, once."""
         if self.default_group is None or self.size == 1 or self.liveness is not None:
             return
-        store = dist.distributed_c10d._get_default_store()
+        store = _get_default_store()
         self.liveness = start_liveness(
-            dist.PrefixStore("mics-liveness", store.clone() if hasattr(store, "clone") else store),
+            PrefixStore("mics-liveness", store.clone() if hasattr(store, "clone") else store),
             rank=self.rank,
             world_size=self.size,
             timeout=self._timeout(),
@@ -137,6 +138,10 @@ class MeshCollectives:
     partition: Collectives
     replication: Collectives
     world: Collectives
+
+    def staging_nbytes(self) -> int:
+        """Bytes that the collectives themselves keep (gloo's incoming chunks)."""
+        return self.partition.staging_nbytes + self.replication.staging_nbytes + self.world.staging_nbytes
 
 
 _joined: World | None = None

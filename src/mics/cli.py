@@ -1,0 +1,66 @@
+"""The ``mics`` command. Each subcommand parses its own arguments and returns an exit code."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import mics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand: what the list of commands says about it, and what it does with its arguments."""
+
+    summary: str
+    run: Callable[[Sequence[str]], int]
+
+
+def _train(args: Sequence[str]) -> int:
+    # Imported here so that the other commands do not pay for matplotlib and rich.
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from mics.train.launch import launch
+    from mics.train.loop import run_rank
+    from mics.train.ranks import started_by_launcher
+    from mics.train.settings_file import parse_train_config
+
+    config = parse_train_config(args)
+    if not started_by_launcher():
+        return launch(config, args)
+    record(run_rank)(config)  # leaves the traceback where the launcher finds it
+    return 0
+
+
+COMMANDS: Final = {
+    "train": Command(summary="train a GPT on a text; starts its own ranks if no launcher did", run=_train),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``mics``."""
+    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        return COMMANDS[arguments.command].run(arguments.args)
+    except mics.SettingsError as error:
+        print(f"mics {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mics",
+        description="Train PyTorch models too large for one GPU on clusters with an ordinary network.",
+        epilog=f"commands:\n{commands}\n\n'mics COMMAND --help' lists the settings of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mics {mics.__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="what to do")
+    parser.add_argument("args", metavar="...", nargs=argparse.REMAINDER, help="its settings")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Memory per rank is a sum of named terms; each is read off the real tensors."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn as nn
+
+import mics
+from mics.engine import engine_of
+from tests.ranks import run_ranks
+
+
+class Block(nn.Module):
+    """A block of two matrices that do not divide evenly."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks that can be inspected while one of them runs."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _storage_nbytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of distinct memory behind ``tensors``."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _live_nbytes() -> int:
+    """Bytes of distinct memory behind every tensor of this process."""
+    for _ in range(3):  # an optimizer's end is what lets go of its model: cycles die in turn
+        gc.collect()
+    tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.device.type == "cpu"]
+    return _storage_nbytes(tensors)
+
+
+def _train_and_measure(
+    partition_size: int, optimizer_sharding: str, width: int, num_blocks: int
+) -> dict[str, float]:
+    before = _live_nbytes()
+    model = Stack(width, num_blocks)
+    mics.shard(
+        model,
+        partition_size=partition_size,
+        optimizer_sharding=optimizer_sharding,
+        precision=mics.Precision(param=torch.bfloat16),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = engine_of(model)
+    peak_gathered = 0
+
+    def gathered_now(*_: object) -> None:
+        nonlocal peak_gathered
+        peak_gathered = max(peak_gathered, sum(u.flat.untyped_storage().nbytes() for u in engine.units))
+
+    for block in model.blocks:
+        block.up.register_forward_hook(gathered_now)
+        block.up.register_full_backward_hook(gathered_now)
+    for _ in range(2):
+        model(torch.randn(2, width)).float().sum().backward()
+        mics.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
+    scalars = [t for state in optimizer.state.values() for t in state.values() if t.dim() == 0]
+    units = engine.units
+    buffers = engine.boundary.reduce_buffers()
+    terms = {
+        "params": _storage_nbytes([u.param_shard for u in units]),
+        "masters": _storage_nbytes([u.master for u in units]),
+        "grads": _storage_nbytes([u.grad_shard for u in units]),
+        "moments": sum(t.numel() * t.element_size() for t in moments),
+        "reduce": _storage_nbytes([t for b in buffers for t in (b.full, b.shard)]),
+        "staging": engine.mesh.staging_nbytes(),
+        "gathered_after_step": sum(
+            u.flat.untyped_storage().nbytes() for u in units if u.flat is not u.param_shard
+        ),
+    }
+    named = sum(terms.values()) + _storage_nbytes(scalars)
+    return terms | {
+        "peak_gathered": peak_gathered,
+        "unnamed": _live_nbytes() - before - named,
+        "numel": sum(u.spec.layout.params_numel for u in units),
+        "padded_numel": sum(u.spec.layout.numel for u in units),
+        "largest_numel": max(u.spec.layout.numel for u in units),
+        "num_params": sum(len(u.shards) for u in units),
+    }
+
+
+@pytest.mark.parametrize("optimizer_sharding", ["world", "partition"])
+@pytest.mark.parametrize(("world_size", "partition_size"), [(4, 2), (4, 4), (6, 3), (4, 1)])
+def test_every_term_equals_its_formula(world_size: int, partition_size: int, optimizer_sharding: str) -> None:
+    """2P/p parameters, 4P/p gradients, 12P/(pR) or 12P/p optimizer, one gathered unit, one reduce buffer."""
+    results = run_ranks(
+        world_size, _train_and_measure, partition_size, optimizer_sharding, 37, 5, ranks_per_node=2
+    )
+    replicas = world_size // partition_size
+    for terms in results:
+        padded = terms["padded_numel"]
+        over = partition_size * (replicas if optimizer_sharding == "world" else 1)
+        assert terms["params"] == 2 * padded / partition_size
+        assert terms["grads"] == 4 * padded / partition_size
+        assert terms["masters"] == 4 * padded / over
+        # Moments exist for parameters' elements, not for padding, so they lie a little below 8P/(pR).
+        assert 8 * padded / over - 8 * (padded - terms["numel"]) <= terms["moments"] <= 8 * padded / over
+        assert terms["gathered_after_step"] == 0
+        if partition_size > 1:
+            assert terms["peak_gathered"] == 2 * terms["largest_numel"]
+        assert terms["reduce"] == 4 * terms["largest_numel"] * (1 + 1 / partition_size)
+        assert padded <= terms["numel"] + terms["num_params"] * 8 + 8 * world_size * 5
+
+
+@pytest.mark.parametrize("partition_size", [2, 4])
+def test_nothing_else_grows_with_the_model(partition_size: int) -> None:
+    """Bytes of live tensors beyond the named terms do not depend on the width of the model."""
+    unnamed = [
+        run_ranks(4, _train_and_measure, partition_size, "world", width, 4, ranks_per_node=2)[0]["unnamed"]
+        for width in (24, 96)
+    ]
+    # Activations of two samples (the width, in float32) are all that may differ.
+    assert abs(unnamed[1] - unnamed[0]) < 64 * (96 - 24)
