@@ -99,6 +99,16 @@ class ReduceBuffer:
         self.shard = torch.empty(shard_numel, dtype=dtype, device=device)  # [largest chunk], its result
 
 
+class _ReduceViews:
+    """One unit's views of the reduce buffer, made once."""
+
+    def __init__(self, buffer: ReduceBuffer, layout: UnitLayout) -> None:
+        self.full = buffer.full[: layout.numel]
+        self.shard = buffer.shard[: layout.chunk_numel]
+        self.params = [self.full[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+        self.gaps = [self.full[gap.start : gap.stop] for gap in layout.gaps()]
+
+
 class Unit:
     """The parameters that are gathered and released together."""
 
@@ -125,12 +135,15 @@ class Unit:
         layout = spec.layout
 
         self.param_shard = torch.zeros(layout.chunk_numel, dtype=spec.param_dtype, device=device)
+        self._own_params = self._own_of(self.param_shard)  # what ``master`` is the master of
         self.master = self._make_master()
-        self.shards = [self._view_of_master(slot) for slot in layout.slots]
+        self.shards = [
+            nn.Parameter(view, requires_grad=spec.trainable) for view in self.views_of(self.master)
+        ]
         self.grad_shard: Tensor | None = None  # made by the first backward
         self.grads: list[Tensor] = []  # view of grad_shard for each entry of ``shards``
-        self._reduce_views: list[Tensor] = []
-        self._gap_views: list[Tensor] = []
+        self._own_grads: Tensor | None = None  # the part of grad_shard that ``master`` covers
+        self._reduce_views: _ReduceViews | None = None
 
         # With one rank a group the shard is the whole unit: nothing to gather, nothing to allocate.
         alone = partition.size == 1
@@ -179,11 +192,10 @@ class Unit:
     def refresh(self) -> None:
         """Carry the masters into ``param_shard``, of all replicas' pieces."""
         if self.spec.trainable:
-            own = self._own_of(self.param_shard)
-            if own.data_ptr() != self.master.data_ptr():
-                own.copy_(self.master)
+            if self._own_params is not self.master:
+                self._own_params.copy_(self.master)
             if self.share.masters_over_replicas:
-                self._replication.all_gather(self.param_shard, own, self.label)
+                self._replication.all_gather(self.param_shard, self._own_params, self.label)
         self._versions = self._count_versions()
 
     def masters_changed(self) -> bool:
@@ -260,16 +272,15 @@ class Unit:
             return
         assert self.grad_shard is not None
         if self.share.masters_over_replicas:
-            own = self._own_of(self.grad_shard)
-            self._replication.reduce_scatter(own, self.grad_shard, self.label)
+            self._replication.reduce_scatter(self.step_gradient(), self.grad_shard, self.label)
         else:
             self._replication.all_reduce(self.grad_shard, self.label)
         self.grad_state = GradState.REDUCED
 
     def step_gradient(self) -> Tensor:
-        """The part of ``grad_shard`` that the optimizer uses, once reduced."""
-        assert self.grad_state is GradState.REDUCED and self.grad_shard is not None
-        return self._own_of(self.grad_shard)
+        """The part of ``grad_shard`` that the optimizer uses."""
+        assert self._own_grads is not None
+        return self._own_grads
 
     def unique_gradient(self) -> Tensor:
         """The piece of the reduced gradient that no other rank counts: norms add these up."""
@@ -284,31 +295,28 @@ class Unit:
     # -- inside -------------------------------------------------------------------------------------
 
     def _sum_over_partition(self, buffer: ReduceBuffer) -> Tensor:
-        layout = self.spec.layout
-        if not self._reduce_views:
-            self._reduce_views = [buffer.full[s.start : s.stop].view(s.shape) for s in layout.slots]
-            self._gap_views = [buffer.full[gap.start : gap.stop] for gap in layout.gaps()]
-        pairs = [(v, p.grad) for v, p in zip(self._reduce_views, self.full, strict=True)]
+        if self._reduce_views is None:
+            self._reduce_views = _ReduceViews(buffer, self.spec.layout)
+        views = self._reduce_views
+        pairs = [(view, param.grad) for view, param in zip(views.params, self.full, strict=True)]
         present = [(view, grad) for view, grad in pairs if grad is not None]
         # Another unit's gradients are still in the buffer: what this one does not write must become zero.
-        blank = self._gap_views + [view for view, grad in pairs if grad is None]
+        blank = views.gaps + [view for view, grad in pairs if grad is None]
         if blank:
             torch._foreach_zero_(blank)
         torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-        full = buffer.full[: layout.numel]
         if self._partition.size == 1:
-            return full
-        shard = buffer.shard[: layout.chunk_numel]
-        self._partition.reduce_scatter(shard, full, self.label)
-        return shard
+            return views.full
+        self._partition.reduce_scatter(views.shard, views.full, self.label)
+        return views.shard
 
     def _grad_shard(self) -> Tensor:
         if self.grad_shard is None:
             self.grad_shard = torch.zeros(
                 self.spec.layout.chunk_numel, dtype=self.spec.grad_dtype, device=self.device
             )
-            own = self._own_of(self.grad_shard)
-            self.grads = [self._slot_view(own, slot) for slot in self.spec.layout.slots]
+            self._own_grads = self._own_of(self.grad_shard)
+            self.grads = self.views_of(self._own_grads)
         return self.grad_shard
 
     def _drop_cleared(self) -> None:
@@ -349,10 +357,9 @@ class Unit:
 
     def _make_master(self) -> Tensor:
         spec = self.spec
-        own = self._own_of(self.param_shard)
         if not spec.trainable or spec.master_dtype is spec.param_dtype:
-            return own
-        return torch.zeros(own.numel(), dtype=spec.master_dtype, device=self.device)
+            return self._own_params
+        return torch.zeros_like(self._own_params, dtype=spec.master_dtype)
 
     def _own_of(self, chunk: Tensor) -> Tensor:
         """The part of a [chunk_numel] tensor that ``master`` covers."""
@@ -370,9 +377,6 @@ class Unit:
         overlap = slot.overlap(span)
         piece = own[overlap.start - span.start : overlap.stop - span.start]
         return piece.view(-1, *[1] * (len(slot.shape) - 1))
-
-    def _view_of_master(self, slot: Slot) -> nn.Parameter:
-        return nn.Parameter(self._slot_view(self.master, slot), requires_grad=self.spec.trainable)
 
     def _view_of_flat(self, slot: Slot) -> nn.Parameter:
         # ``.data`` gives the view a version counter of its own: gathering writes through ``flat``, and

@@ -105,10 +105,10 @@ class GroupCollectives:
         """Exchange chunks, then add them member by member. ``buffer``: [size * out.numel()]."""
         staging = self._staged(buffer)
         self._call("reduce-scatter", label, dist.all_to_all_single, _bytes(staging), _bytes(buffer))
-        chunks = staging.view(self._size, -1)
+        first, *others = staging.view(self._size, -1).unbind()
         # Formats narrower than float32 are added in float32: a sum over many ranks would drown in rounding.
-        total = chunks[0] if out.dtype.itemsize >= 4 else chunks[0].float()
-        for chunk in chunks[1:]:
+        total = first if out.dtype.itemsize >= 4 else first.float()
+        for chunk in others:
             total += chunk
         out.copy_(total)
 
@@ -140,4 +140,4 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return (tensor if tensor.dim() == 1 else tensor.reshape(-1)).view(torch.uint8)
