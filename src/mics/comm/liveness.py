@@ -3,6 +3,9 @@
 A backend that loses a peer says "connection closed" and gives an address, or says nothing. Each rank
 therefore counts up in the store once a second, together with the collective it is in. A rank whose
 collective failed watches the counters for a moment: the ones that stand still are dead or stopped.
+
+On a GPU a collective does not fail, it waits. There each rank also listens to its neighbour, and writes an
+obituary for one that has been silent for the timeout; whoever reads it names the dead rank and exits.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import Store
 
 _BEAT_SECONDS = 1.0
+_WATCHED_BEATS = 3
 _LEFT = "left"
 
 
@@ -41,17 +45,19 @@ class Liveness:
         self._num_entered += 1
 
     def explain(self) -> str:
-        """A sentence on the ranks that have gone silent, after watching for a few beats."""
+        """A sentence on the ranks that are gone, after watching for a few beats."""
         before = self._read_all()
-        time.sleep(3 * _BEAT_SECONDS)
+        time.sleep(_WATCHED_BEATS * _BEAT_SECONDS)
         after = self._read_all()
-        silent = [rank for rank, beat in after.items() if beat == before.get(rank) or beat.startswith(_LEFT)]
         if not after:
             return "No rank could be asked (the store is gone: rank 0 or its node is probably down). "
-        if not silent:
-            return "Every rank still answers; the network between them may be cut. "
-        described = ", ".join(f"rank {rank} ({_describe(after[rank])})" for rank in silent)
-        return f"No longer running: {described}. "
+        left = [rank for rank, beat in after.items() if beat.startswith(_LEFT)]
+        silent = [rank for rank, beat in after.items() if beat == before.get(rank) and rank not in left]
+        if silent:
+            return f"Dead or stopped: {_name(silent, after)}. "
+        if left:
+            return f"Left already: {_name(left, after)}. "
+        return "Every rank still answers; the network between them may be cut. "
 
     def close(self) -> None:
         """Stop beating; the others read that this rank left."""
@@ -65,23 +71,26 @@ class Liveness:
         count = 0
         neighbour = (self._rank + 1) % self._world_size
         heard, heard_at = "", time.monotonic()
-        while not self._stop.wait(_BEAT_SECONDS):
+        while self._write(str(count)) and not self._stop.wait(_BEAT_SECONDS):
             count += 1
-            if not self._write(str(count)):
-                return
-            if self._exit_after is None or neighbour == self._rank:
+            if self._exit_after is None:
                 continue
-            beat = self._read(neighbour)
+            self._heed_obituary()
+            beat = self._read(f"beat/{neighbour}")
             if beat != heard or beat.startswith(_LEFT):
                 heard, heard_at = beat, time.monotonic()
             elif time.monotonic() - heard_at > self._exit_after:
-                self._give_up(neighbour, beat)
+                self._store.set("obituary", f"rank {neighbour} ({_describe(beat)})")
 
-    def _give_up(self, neighbour: int, beat: str) -> None:
+    def _heed_obituary(self) -> None:
+        """End this process if some rank was found dead."""
+        dead = self._read("obituary")
+        if not dead:
+            return
         kind, label = self._in
         print(
-            f"mics: rank {self._rank}: rank {neighbour} ({_describe(beat)}) has been silent for "
-            f"{self._exit_after:.0f} s; this rank's latest collective was {kind} of {label}. Exiting.",
+            f"mics: rank {self._rank}: {dead} has been silent for {self._exit_after:.0f} s; "
+            f"this rank's latest collective was {kind} of {label}. Exiting.",
             file=sys.stderr,
             flush=True,
         )
@@ -96,15 +105,14 @@ class Liveness:
             return False
         return True
 
-    def _read(self, rank: int) -> str:
+    def _read(self, key: str) -> str:
         try:
-            key = f"beat/{rank}"
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except RuntimeError:
             return ""
 
     def _read_all(self) -> dict[int, str]:
-        beats = {rank: self._read(rank) for rank in range(self._world_size) if rank != self._rank}
+        beats = {rank: self._read(f"beat/{rank}") for rank in range(self._world_size) if rank != self._rank}
         return beats if any(beats.values()) else {}
 
 
@@ -112,6 +120,10 @@ def start_liveness(store: Store, *, rank: int, world_size: int, timeout: timedel
     """Begin beating. On a GPU a rank ends itself when its neighbour falls silent for the timeout."""
     exit_after = min(timeout.total_seconds(), 60.0) if on_gpu else None
     return Liveness(store, rank=rank, world_size=world_size, exit_after=exit_after)
+
+
+def _name(ranks: list[int], beats: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} ({_describe(beats[rank])})" for rank in ranks)
 
 
 def _describe(beat: str) -> str:
