@@ -283,9 +283,7 @@ def _build(model: nn.Module, world: World, settings: _Settings, node_names: list
         scheduled = _build_sites(model, settings, topology, share, mesh)
     all_units = [unit for site in scheduled for unit in site.units]
     boundary = Boundary(all_units, mesh=mesh, world_size=world.size, device=settings.device)
-    buffer_sync = BufferSync(model, mesh.world)
-    buffer_sync.mark()
-    schedule = Schedule(scheduled, reduce=boundary.reduce, before_root=buffer_sync)
+    schedule = Schedule(scheduled, reduce=boundary.reduce, before_root=BufferSync(model, mesh.world))
     boundary.follow(schedule)
     register_params(boundary)
     for module in model.modules():

@@ -60,6 +60,11 @@ class Boundary:
         """Check at each boundary that all ranks went through ``schedule`` alike."""
         self._agreement.schedule = schedule
 
+    def any_rank_used(self, unit: Unit, index: int) -> bool:
+        """Whether a parameter got a gradient anywhere in the world, once synchronized."""
+        self._agreement.settle()
+        return self._agreement.used(unit, index)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; the norm before, on the device."""
         self.synchronize()

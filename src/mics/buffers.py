@@ -17,25 +17,45 @@ class BufferSync:
     """
 
     def __init__(self, model: nn.Module, world: Collectives) -> None:
-        self._model = model
         self._world = world
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._modules = [module for module in model.modules() if module._buffers]
+        self._norms = [module for module in self._modules if _keeps_statistics(module)]
+        self._seen: dict[int, list[tuple[int, int]]] = {}
+        self._trained: set[int] = set()  # norms that the latest forward wrote to
+        self._mark()
 
     def __call__(self) -> None:
-        if self._world.size == 1:
+        if self._world.size == 1 or not self._modules:
             return
-        changed = [
-            buffer
-            for name, buffer in self._model.named_buffers()
-            if self._seen.get(name) != (id(buffer), buffer._version)
+        written = [
+            module
+            for module in self._modules
+            if id(module) in self._trained or self._seen[id(module)] != _versions(module)
         ]
-        if changed:
-            broadcast_together(changed, self._world)
-            self.mark()
+        if written:
+            broadcast_together([buffer for module in written for buffer in _buffers(module)], self._world)
+            self._mark()
+        # torch's kernels write running statistics without raising the buffers' version.
+        self._trained = {id(norm) for norm in self._norms if norm.training}
 
-    def mark(self) -> None:
-        """Take the buffers as they are for equal."""
-        self._seen = {name: (id(b), b._version) for name, b in self._model.named_buffers()}
+    def _mark(self) -> None:
+        self._seen = {id(module): _versions(module) for module in self._modules}
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+
+
+def _buffers(module: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in module._buffers.values() if buffer is not None]
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(buffer), _version(buffer)) for buffer in _buffers(module)]
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version  # inference tensors keep no version
 
 
 def broadcast_together(tensors: list[Tensor], world: Collectives) -> None:

@@ -121,7 +121,8 @@ class Schedule:
         if self.suspended or site.depth == 0:
             return
         call = site.calls.pop()
-        watched = call is not None and self._watch_outputs(site, call, output)
+        # Results may also be left in the arguments: a list that the forward appends to.
+        watched = call is not None and self._watch_outputs(site, call, (output, args, kwargs))
         site.depth -= 1
         self._depth -= 1
         # A forward inside a backward is a recomputation: its own backward follows at once.
@@ -149,7 +150,8 @@ class Schedule:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
         call = _Call(inputs={key: tensor.grad_fn for key, tensor in watched.items()})
         for tensor in watched.values():
-            tensor.register_hook(partial(self._leave, site, call))
+            leave = self._leave_later if tensor.is_leaf else self._leave
+            tensor.register_hook(partial(leave, site, call))
         return call
 
     def _watch_outputs(self, site: ScheduledSite, call: _Call, output: Any) -> bool:
@@ -192,6 +194,15 @@ class Schedule:
         site.num_live -= 1
         if site.num_live == 0 and site.depth == 0:
             self._finish(site.units)
+
+    def _leave_later(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
+        """As :meth:`_leave`, for an input that is a leaf, as in a reentrant checkpoint's own backward.
+
+        A leaf's gradient has the same rank in autograd's queue as those of parameters, which may still
+        be on their way. They are there when this backward, perhaps one inside another, ends.
+        """
+        leave = partial(self._leave, site, call, grad)
+        Variable._execution_engine.queue_callback(leave)
 
     def _begin_backward(self) -> None:
         self._in_backward = True

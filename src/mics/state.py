@@ -72,9 +72,10 @@ def full_gradients(
         present = unit.grad_state is GradState.REDUCED
         flat = unit.full_of_masters(unit.step_gradient()) if present else None
         values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
-        for ref, value in zip(unit.spec.refs, values, strict=True):
+        for index, (ref, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
             if keep:
-                grads[ref.name] = None if value is None else (value.cpu() if cpu else value.clone())
+                hidden = value is None or not engine.boundary.any_rank_used(unit, index)
+                grads[ref.name] = None if value is None or hidden else _copied(value, cpu=cpu)
     return grads
 
 
