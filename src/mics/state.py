@@ -213,6 +213,7 @@ def _describe(state: Mapping[str, Any], shard: Tensor) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0
         else _host(value)
         for key, value in state.items()
+        if shard.numel() > 0  # state that some optimizers make for every parameter, and never step here
     }
 
 
