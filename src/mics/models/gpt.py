@@ -1,7 +1,7 @@
 """A small GPT: pre-norm blocks in an ``nn.ModuleList``, rotary positions, one fused causal attention.
 
-It may be built on the ``meta`` device: every module that holds parameters has ``reset_parameters``, and there are
-no buffers (the rotary angles are computed in the forward), so nothing is left uninitialised afterwards.
+It may be built on the ``meta`` device: every module that holds parameters has ``reset_parameters``, and
+there are no buffers (the rotary angles are computed in the forward), so nothing is left uninitialised.
 """
 
 import math
@@ -33,13 +33,13 @@ class GPTConfig:
             raise ValueError(f"dropout: expected a number in [0, 1), found {self.dropout}")
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
-                f"hidden_size: expected a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions turn "
-                f"pairs inside each head), found {self.hidden_size}; change one of the two"
+                f"hidden_size: expected a multiple of 2 * num_heads = {2 * self.num_heads} (rotary positions "
+                f"turn pairs inside each head), found {self.hidden_size}; change one of the two"
             )
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Parameters a token is multiplied with: 12 h^2 a layer, and the head. Looking up an embedding is free."""
+        """Parameters a token is multiplied with: 12 h^2 a layer, and the head. An embedding is looked up."""
         return 12 * self.num_layers * self.hidden_size**2 + self.vocab_size * self.hidden_size
 
     @property
@@ -54,15 +54,15 @@ class GPTConfig:
         """Model FLOPs of one forward and backward per token, recomputation not counted.
 
         Every multiplied parameter costs 2 FLOPs forward and 4 backward. Attention costs 4 s h a layer forward
-        (queries times keys, weights times values), halved because a causal token sees half the keys on average,
-        and twice that again backward.
+        (queries times keys, weights times values), halved because a causal token sees half the keys on
+        average, and twice that again backward.
         """
         attention = 6 * self.num_layers * self.seq_len * self.hidden_size
         return 6 * self.num_matmul_parameters + attention
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias whose ``reset_parameters`` draws from a normal distribution of given width."""
+    """A linear layer without bias that starts from a normal distribution of given width."""
 
     def __init__(self, in_features: int, out_features: int, *, std: float = 0.02) -> None:
         self.std = std  # before the base constructor, which already calls reset_parameters
@@ -138,7 +138,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
         hidden = F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
-        return x + self.dropout(self.down(hidden))
+        output: Tensor = x + self.dropout(self.down(hidden))
+        return output
 
 
 class GPT(nn.Module):
@@ -156,10 +157,12 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """``tokens`` and ``targets`` [batch, token] int64 -> logits [batch, token, vocab], or a scalar fp32 loss."""
+        """tokens, targets [batch, token] int64 -> logits [batch, token, vocab], or a scalar fp32 loss."""
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.seq_len:
-            raise ValueError(f"tokens: expected at most seq_len={self.config.seq_len} a row, found {num_tokens}")
+            raise ValueError(
+                f"tokens: expected at most seq_len={self.config.seq_len} a row, found {num_tokens}"
+            )
         head_size = self.config.hidden_size // self.config.num_heads
         x = self.dropout(self.embedding(tokens))
         cos, sin = rotary_angles(num_tokens, head_size, dtype=x.dtype, device=x.device)
@@ -180,7 +183,7 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Append ``num_new`` sampled tokens to ``tokens`` [batch, token]; ``temperature=0`` takes the likeliest.
+        """Append ``num_new`` sampled tokens to ``tokens`` [batch, token]; temperature 0 takes the likeliest.
 
         It calls the module itself, so hooks run, and the same number of forwards on every rank.
         """
@@ -198,5 +201,5 @@ class GPT(nn.Module):
 
 
 def _residual_std(config: GPTConfig) -> float:
-    """Each of the 2 * num_layers additions to the stream starts smaller, so that their sum starts at width 0.02."""
+    """The 2 * num_layers additions to the stream start smaller, so that their sum starts at width 0.02."""
     return 0.02 / math.sqrt(2 * config.num_layers)

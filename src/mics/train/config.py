@@ -1,6 +1,6 @@
 """Every setting of ``mics train``, with its meaning, its default and what it may be.
 
-The docstrings under the fields are the text of ``mics train --help``. Reading a YAML file is in ``settings_file``.
+The docstrings under the fields are the text of ``mics train --help``. ``settings_file`` reads YAML.
 """
 
 from dataclasses import dataclass, field
@@ -40,7 +40,12 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         config = self.build()
-        _require(config.vocab_size >= 256, "model.vocab_size", "at least 256 (the data is bytes)", config.vocab_size)
+        _require(
+            config.vocab_size >= 256,
+            "model.vocab_size",
+            "at least 256 (the data is bytes)",
+            config.vocab_size,
+        )
 
     def build(self) -> GPTConfig:
         """The full description of the model."""
@@ -74,11 +79,11 @@ class DataSettings:
 class OptimizerSettings:
     """AdamW, with a learning rate that warms up linearly and then falls along a cosine."""
 
-    learning_rate: float = 5e-3
-    """Highest learning rate, reached after the warm-up."""
+    learning_rate: float | None = None
+    """Highest learning rate, after the warm-up; unset is 0.5 / hidden size, as wider models want less."""
     final_share: float = 0.1
     """Learning rate of the last step as a share of the highest."""
-    warmup_steps: int = 20
+    warmup_steps: int = 15
     """Steps over which the learning rate rises from zero."""
     beta1: float = 0.9
     """Memory of the gradient's mean."""
@@ -91,11 +96,14 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):
-            _require(getattr(self, name) > 0, f"optimizer.{name}", "a number above 0", getattr(self, name))
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"optimizer.{name}", "a number above 0", value)
         for name in ("warmup_steps", "weight_decay"):
             _require(getattr(self, name) >= 0, f"optimizer.{name}", "0 or more", getattr(self, name))
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name))
+            _require(
+                0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name)
+            )
         _require(0 <= self.final_share <= 1, "optimizer.final_share", "a number in [0, 1]", self.final_share)
 
 
@@ -108,7 +116,7 @@ class ShardingSettings:
     optimizer_sharding: Literal["world", "partition"] = "world"
     """Divide optimizer state over all ranks, or over the partition group only."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Format of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Masters are fp32 always."""
+    """Format of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Masters are fp32."""
 
     def __post_init__(self) -> None:
         size = self.partition_size
@@ -121,11 +129,11 @@ class ReportSettings:
 
     interval: int = 5
     """Steps between two measurements. Between them nothing waits for the GPU."""
-    eval_interval: int = 50
+    eval_interval: int = 35
     """Steps between two validations; 0 validates only at the end."""
     eval_batches: int = 2
     """Batches on every rank for one validation."""
-    sample_tokens: int = 240
+    sample_tokens: int = 200
     """Length of the text sampled from the trained model; 0 for none."""
     prompt: str = "There was once a "
     """Beginning of the sampled text."""
@@ -167,8 +175,8 @@ class LaunchSettings:
 class TrainConfig:
     """Train a GPT on a text with mics.
 
-    Without a launcher this starts its own ranks: on a machine with several GPUs one for each, otherwise four that
-    play two nodes of two. Under torchrun (or anything that sets the same variables) it runs as the rank it is.
+    Without a launcher this starts its own ranks: on a machine with several GPUs one for each, otherwise four
+    that play two nodes of two. Under torchrun (or anything like it) it runs as the rank it is.
     """
 
     config: Path | None = None
@@ -177,7 +185,7 @@ class TrainConfig:
     """Name of the run. Its results replace those of an earlier run of the same name."""
     output_dir: Path = Path("runs")
     """Folder for the results: they go to <output-dir>/<name>."""
-    steps: int = 200
+    steps: int = 140
     """Optimizer steps."""
     micro_steps: int = 2
     """Forwards and backwards before each optimizer step."""
@@ -202,6 +210,12 @@ class TrainConfig:
             "a plain folder name",
             self.name,
         )
+
+    @property
+    def learning_rate(self) -> float:
+        """The highest learning rate, given or derived."""
+        given = self.optimizer.learning_rate
+        return 0.5 / self.model.build().hidden_size if given is None else given
 
     @property
     def run_dir(self) -> Path:

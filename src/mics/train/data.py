@@ -41,8 +41,8 @@ def load_text(file: Path | None, *, validation_share: float, seq_len: int) -> By
 class Batches:
     """The batches of one rank.
 
-    A step's sequences are drawn once for all ranks and then dealt out, so the same seed and the same number of
-    sequences a step give the same training whatever the number of ranks::
+    A step's sequences are drawn once for all ranks and then dealt out, so the same seed and the same number
+    of sequences a step give the same training whatever the number of ranks::
 
         sequence   0 1 2 3 | 4 5 6 7        2 micro-steps, 2 ranks, batch size 2
         rank       0 0 1 1 | 0 0 1 1

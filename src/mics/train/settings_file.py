@@ -11,8 +11,7 @@ import tyro
 import yaml
 
 from mics.errors import SettingsError
-
-from .config import TrainConfig
+from mics.train.config import TrainConfig
 
 Settings = TypeVar("Settings")
 
@@ -41,7 +40,9 @@ def load_settings(cls: type[Settings], file: Path) -> Settings:
 def settings_from_mapping(cls: type[Settings], mapping: object, *, prefix: str = "") -> Settings:
     """Build a settings class from nested plain values; any key or value that does not fit is an error."""
     if not isinstance(mapping, dict):
-        raise SettingsError(f"{prefix.rstrip('.') or 'the file'}: expected names with values, found {mapping!r}")
+        raise SettingsError(
+            f"{prefix.rstrip('.') or 'the file'}: expected names with values, found {mapping!r}"
+        )
     assert is_dataclass(cls)
     known = [item.name for item in fields(cls) if item.name != "config"]  # a file does not name another file
     hints = get_type_hints(cls)
@@ -51,7 +52,9 @@ def settings_from_mapping(cls: type[Settings], mapping: object, *, prefix: str =
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f" (did you mean {prefix}{near[0]}?)" if near else ""
-            raise SettingsError(f"{prefix}{raw_key}: unknown setting{hint}; expected one of {', '.join(known)}")
+            raise SettingsError(
+                f"{prefix}{raw_key}: unknown setting{hint}; expected one of {', '.join(known)}"
+            )
         values[key] = _convert(hints[key], value, prefix + key)
     return replace(cls(), **values)
 
@@ -67,7 +70,9 @@ def _convert(expected: Any, value: object, key: str) -> object:
     if get_origin(expected) is Literal:
         if value in get_args(expected):
             return value
-        raise SettingsError(f"{key}: expected one of {', '.join(map(str, get_args(expected)))}, found {value!r}")
+        raise SettingsError(
+            f"{key}: expected one of {', '.join(map(str, get_args(expected)))}, found {value!r}"
+        )
     if expected is Path and isinstance(value, str):
         return Path(value)
     if expected is float:

@@ -1,0 +1,42 @@
+# `make demo` trains a small model on a cluster played by this machine; `make help` lists the rest.
+#
+# PYTHON      the interpreter a new environment is made with (default python3; 3.11 or newer)
+# VIRTUAL_ENV an activated virtual environment is used in place; otherwise .venv is made here
+# ARGS        extra arguments: make demo ARGS="--steps 50", make test ARGS="-k layout"
+
+PYTHON ?= python3
+ENV_DIR := $(or $(VIRTUAL_ENV),.venv)
+BIN := $(ENV_DIR)/bin
+READY := $(ENV_DIR)/.mics-ready
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint format clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+env: $(READY)  ## create the environment and install what is needed
+
+$(READY): pyproject.toml scripts/setup_env.sh
+	@scripts/setup_env.sh "$(PYTHON)" "$(ENV_DIR)"
+	@touch "$@"
+
+demo: $(READY)  ## train a small model on this machine and draw the run (about a minute)
+	@$(BIN)/mics train $(ARGS)
+
+test: $(READY)  ## run the tests; those that need a GPU skip without one
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## style, types and import order
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(READY)  ## rewrite the code in the project's style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove caches and runs, keep the environment
+	@rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

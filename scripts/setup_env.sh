@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Make an environment that can run mics: scripts/setup_env.sh PYTHON ENV_DIR
+#
+# A torch that is already there and in range is kept: on a GPU machine it is the one built for its driver.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=$1
+env_dir=$2
+torch_version=2.13.0  # installed when there is none; keep inside pyproject.toml's range
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+# Exit 0 when the interpreter can import a torch in range, 3 when it has one out of range, 1 when it has none.
+torch_in_range() {
+    "$1" - <<'PY' 2>/dev/null
+import sys
+try:
+    import torch
+except Exception:
+    sys.exit(1)
+version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+sys.exit(0 if (2, 11) <= version <= (2, 13) else 3)
+PY
+}
+
+pip_install() {
+    "$env_dir/bin/python" -m pip install --disable-pip-version-check --quiet "$@" || fail \
+        "pip could not install: $*. Its own message is above; if it speaks of connections, check the network" \
+        "or the package index pip is configured for, then run the same make command again."
+}
+
+if [[ ! -x $env_dir/bin/python ]]; then
+    command -v "$python" >/dev/null || fail \
+        "expected a Python interpreter called '$python', found none. Install Python 3.11 or newer, or name one:" \
+        "make PYTHON=/path/to/python3.11"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail \
+        "expected Python 3.11 or newer, found $("$python" --version 2>&1). Name a newer one: make PYTHON=python3.11"
+    venv_options=()
+    if torch_in_range "$python"; then
+        say "using the torch that $python already has"
+        venv_options=(--system-site-packages)
+    fi
+    say "creating $env_dir"
+    "$python" -m venv "${venv_options[@]}" "$env_dir" || fail \
+        "'$python -m venv' failed. On Debian and Ubuntu install python3-venv first; then remove $env_dir and retry."
+fi
+"$env_dir/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail \
+    "expected Python 3.11 or newer in $env_dir, found $("$env_dir/bin/python" --version 2>&1)." \
+    "Deactivate or remove that environment and retry."
+
+status=0
+torch_in_range "$env_dir/bin/python" || status=$?
+case $status in
+    0) ;;
+    3) fail "expected torch 2.11 to 2.13 in $env_dir, found" \
+            "$("$env_dir/bin/python" -c 'import torch; print(torch.__version__)'). It is yours, so it is not replaced:" \
+            "deactivate that environment to get a fresh one in .venv, or install torch==$torch_version yourself." ;;
+    *) say "installing torch $torch_version (the one long download)"
+       # Exact and on its own: asked for a range, pip may pick a build with gigabytes of GPU libraries.
+       pip_install "torch==$torch_version" ;;
+esac
+
+say "installing mics and its development tools"
+pip_install --editable '.[dev]'
+say "ready in $env_dir"

@@ -1,0 +1,227 @@
+"""Starting the ranks of ``mics train`` on this machine: one torchrun agent for each node it plays.
+
+Rank 0 keeps the terminal. Everything else a rank prints goes to its own file under ``<run>/logs``, and when
+ranks fail, the one that failed first is shown (see ``failures``).
+"""
+
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final, Literal
+
+import torch
+
+from mics.errors import SettingsError
+from mics.train.config import LaunchSettings, TrainConfig
+from mics.train.data import load_text
+from mics.train.failures import report_failure
+
+_POLL_SECONDS: Final = 0.1
+# When one node has failed, the others need a moment to fail by themselves and say why.
+_GRACE_SECONDS: Final = 3.0
+# An agent that was told to stop gives its ranks 30 seconds before it kills them.
+_STOP_SECONDS: Final = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """The ranks to start."""
+
+    device: Literal["cpu", "cuda"]
+    num_nodes: int
+    ranks_per_node: int
+    ranks_per_gpu: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+
+def plan_launch(settings: LaunchSettings, *, num_gpus: int) -> LaunchPlan:
+    """Fill in what the settings leave open from the number of GPUs of this machine."""
+    if settings.device == "cuda" and num_gpus == 0:
+        raise SettingsError("launch.device: expected a GPU for 'cuda', found none; use 'cpu' or 'auto'")
+    if settings.device == "cpu":
+        num_gpus = 0
+    if num_gpus > 1:
+        num_nodes = settings.nodes or 1
+        ranks_per_node = settings.ranks_per_node or max(1, num_gpus // num_nodes)
+    else:
+        num_nodes = settings.nodes or 2
+        ranks_per_node = settings.ranks_per_node or 2
+    ranks_per_gpu = 1
+    if num_gpus > 0:
+        needed = math.ceil(num_nodes * ranks_per_node / num_gpus)
+        ranks_per_gpu = settings.ranks_per_gpu or needed
+        if ranks_per_gpu < needed:
+            raise SettingsError(
+                f"launch.ranks_per_gpu: expected at least {needed} for {num_nodes * ranks_per_node} ranks on "
+                f"{num_gpus} GPUs, found {ranks_per_gpu}; raise it, or start fewer ranks"
+            )
+    return LaunchPlan(
+        device="cuda" if num_gpus > 0 else "cpu",
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        ranks_per_gpu=ranks_per_gpu,
+    )
+
+
+def agent_command(plan: LaunchPlan, *, node: int, port: int, log_dir: Path, args: Sequence[str]) -> list[str]:
+    """The torchrun call that starts one node's ranks, each of them ``mics train`` with the same arguments."""
+    # 1 is stdout, 2 is stderr, 3 is both: all go to files except what rank 0 prints.
+    streams = ["3"] * plan.ranks_per_node
+    if node == 0:
+        streams[0] = "2"
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={plan.num_nodes}",
+        f"--nproc-per-node={plan.ranks_per_node}",
+        f"--node-rank={node}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+        "--max-restarts=0",
+        f"--log-dir={log_dir / f'node{node}'}",
+        "--redirects=" + ",".join(f"{local_rank}:{stream}" for local_rank, stream in enumerate(streams)),
+        "-m",
+        "mics.cli",
+        "train",
+        *args,
+        # Last, so that they win: every rank then agrees with the launcher on who shares a GPU.
+        f"--launch.device={plan.device}",
+        f"--launch.ranks-per-gpu={plan.ranks_per_gpu}",
+    ]
+
+
+def agent_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an agent and its ranks. What the user has set stays."""
+    defaults = {"PYTHONUNBUFFERED": "1"}
+    if plan.device == "cpu":
+        # More threads than cores make all of them wait for each other, and models this small gain nothing.
+        defaults["OMP_NUM_THREADS"] = "1"
+    if sys.platform == "linux":
+        # All ranks are here: resolving this machine's name may fail, or leave through a firewall.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**defaults, **environ}
+
+
+def launch(config: TrainConfig, args: Sequence[str]) -> int:
+    """Start the ranks, wait for them and return the exit code: 0, the failed rank's, or 130 after Ctrl-C."""
+    plan = plan_launch(config.launch, num_gpus=torch.cuda.device_count())
+    _check(config, plan)
+    log_dir = config.run_dir / "logs"
+    shutil.rmtree(log_dir, ignore_errors=True)
+    log_dir.mkdir(parents=True)
+    port = _free_port()
+    agents: list[subprocess.Popen[bytes]] = []
+    try:
+        with _interruptible():
+            for node in range(plan.num_nodes):
+                command = agent_command(plan, node=node, port=port, log_dir=log_dir, args=args)
+                agents.append(_start_agent(command, node, plan, log_dir))
+            failed = _wait(agents)
+    except KeyboardInterrupt:
+        _stop(agents)
+        _restore_terminal()
+        print("mics: interrupted; all ranks have been stopped", file=sys.stderr)
+        return 130
+    if not failed:
+        return 0
+    _stop(agents)
+    _restore_terminal()
+    return report_failure(log_dir, ranks_per_node=plan.ranks_per_node)
+
+
+def _check(config: TrainConfig, plan: LaunchPlan) -> None:
+    """What the ranks would find out: one line now is better than their failure later."""
+    load_text(
+        config.data.text,
+        validation_share=config.data.validation_share,
+        seq_len=config.model.build().seq_len,
+    )
+    size = config.sharding.partition_size
+    if size is not None and plan.num_ranks % size:
+        raise SettingsError(
+            f"sharding.partition_size: expected a divisor of the {plan.num_ranks} ranks, found {size}"
+        )
+
+
+def _start_agent(command: list[str], node: int, plan: LaunchPlan, log_dir: Path) -> subprocess.Popen[bytes]:
+    with (log_dir / f"node{node}.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if node == 0 else log,
+            stderr=log,
+            env=agent_environment(plan, os.environ),
+            # Out of reach of the terminal's Ctrl-C: we get it, and stop the agents in order.
+            start_new_session=True,
+        )
+
+
+def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Wait until all agents are done, or one has failed and the others had a moment to notice."""
+    deadline = math.inf
+    while time.monotonic() < deadline:
+        codes = [agent.poll() for agent in agents]
+        if None not in codes:
+            break
+        if deadline == math.inf and any(code not in (None, 0) for code in codes):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        time.sleep(_POLL_SECONDS)
+    return any(agent.poll() != 0 for agent in agents)
+
+
+def _stop(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End all agents, and through them their ranks. A second Ctrl-C does not leave ranks behind."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    for agent in agents:
+        if agent.poll() is None:
+            agent.terminate()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for agent in agents:
+        try:
+            agent.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP like Ctrl-C: whoever ends this process means the ranks too."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _restore_terminal() -> None:
+    """Show the cursor again: a rank that is ended in its live line cannot."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,189 @@
+"""The training loop: join the ranks, build and shard the model, train, then show what came of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import mics
+from mics.models import GPT
+from mics.train.config import ShardingSettings, TrainConfig
+from mics.train.data import Batches, decode, encode, load_text
+from mics.train.display import Display
+from mics.train.hardware import peak_tflops
+from mics.train.learning_rate import learning_rate_share
+from mics.train.metrics import Meter, Speedometer, mean_over_ranks
+from mics.train.ranks import Rank, joined
+from mics.train.results import History, describe_run, show_results, write_results
+
+
+def run_rank(config: TrainConfig) -> None:
+    """Train as the rank this process is. Every rank does the same; only rank 0 shows and writes anything."""
+    with joined(config.launch) as me:
+        console = Console(quiet=me.rank != 0, highlight=False, soft_wrap=True)
+        run = _prepare(config, me)
+        console.print(describe_run(config, me, precision=_precision_name(config.sharding, me)))
+        history = _train(run, console)
+        sample = _sample(run)
+        weights = mics.full_state_dict(run.model) if config.report.save_weights else {}
+        if me.rank == 0:
+            paths = write_results(config, me, history, sample=sample, weights=weights)
+            show_results(console, history, sample=sample, paths=paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Everything the loop works with."""
+
+    config: TrainConfig
+    me: Rank
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    batches: Batches
+    meter: Meter
+
+
+def _prepare(config: TrainConfig, me: Rank) -> _Run:
+    shape = config.model.build()
+    text = load_text(config.data.text, validation_share=config.data.validation_share, seq_len=shape.seq_len)
+    # On the meta device the model takes no memory: each unit is given its values when it is sharded, so no
+    # rank ever holds the whole. The seed makes those values the same in every run.
+    torch.manual_seed(config.seed)
+    with torch.device("meta"):
+        model = GPT(shape)
+    matrices = {name for name, param in model.named_parameters() if param.ndim >= 2}
+    mics.shard(
+        model,
+        partition_size=config.sharding.partition_size,
+        optimizer_sharding=config.sharding.optimizer_sharding,
+        precision=mics.Precision(param=_param_dtype(config.sharding)),
+    )
+    optimizer = _build_optimizer(model, config, decayed=matrices)
+    on_gpu = me.device.type == "cuda"
+    # Against the bf16 peak an fp32 run would only look bad.
+    peak = peak_tflops(torch.cuda.get_device_name(me.device)) if on_gpu else None
+    return _Run(
+        config=config,
+        me=me,
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate(config)),
+        batches=Batches(
+            text=text,
+            seq_len=shape.seq_len,
+            batch_size=config.batch_size,
+            micro_steps=config.micro_steps,
+            rank=me.rank,
+            num_ranks=me.num_ranks,
+            seed=config.seed,
+            device=me.device,
+        ),
+        meter=Meter(
+            traffic=lambda: mics.traffic(model),
+            speedometer=Speedometer(
+                flops_per_token=shape.flops_per_token,
+                num_devices=me.num_ranks // me.ranks_per_gpu if on_gpu else 1,
+                peak_tflops=peak if config.sharding.precision != "fp32" else None,
+            ),
+            tokens_per_step=config.batch_size * config.micro_steps * me.num_ranks * shape.seq_len,
+            device=me.device,
+        ),
+    )
+
+
+def _train(run: _Run, console: Console) -> History:
+    config, history = run.config, History()
+    with Display(console, num_steps=config.steps) as display, history.recording(config, run.me):
+        for step in range(1, config.steps + 1):
+            grad_norm, learning_rate = _step(run, step)
+            interval = config.report.eval_interval
+            if step == config.steps or (interval and step % interval == 0):
+                with run.meter.paused():
+                    history.add_validation(step, _validate(run))
+            if step == 1 or step == config.steps or step % config.report.interval == 0:
+                measurement = run.meter.measure(step, grad_norm=grad_norm, learning_rate=learning_rate)
+                history.add(measurement)
+                display.update(measurement, validation_loss=history.last_validation_loss)
+    return history
+
+
+def _step(run: _Run, step: int) -> tuple[Tensor, float]:
+    """One optimizer step. Returns the gradients' norm, still on the device, and the learning rate used."""
+    batches = run.batches.train(step)
+    step_loss = torch.zeros((), device=run.me.device)
+    run.model.train()
+    for tokens, targets in mics.microsteps(run.model, batches):
+        loss = run.model(tokens, targets) / len(batches)
+        loss.backward()
+        step_loss += loss.detach()
+    grad_norm = mics.clip_grad_norm_(run.model, run.config.optimizer.max_grad_norm)
+    learning_rate = float(run.scheduler.get_last_lr()[0])
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.scheduler.step()
+    run.meter.add(step_loss)
+    return grad_norm, learning_rate
+
+
+@torch.no_grad()
+def _validate(run: _Run) -> float:
+    """The mean loss over the validation batches of all ranks."""
+    run.model.eval()
+    losses = [run.model(*batch) for batch in run.batches.validation(run.config.report.eval_batches)]
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def _sample(run: _Run) -> str:
+    """Text written by the model.
+
+    All ranks run the same forwards with the same seed: a sharded model needs all of them for every token, and
+    they all arrive at the same text.
+    """
+    report = run.config.report
+    if report.sample_tokens == 0:
+        return ""
+    run.model.eval()
+    tokens = run.model.generate(
+        torch.tensor([encode(report.prompt)], device=run.me.device),
+        report.sample_tokens,
+        temperature=report.temperature,
+        generator=torch.Generator(run.me.device).manual_seed(run.config.seed),
+    )
+    return decode(tokens[0].tolist())
+
+
+def _build_optimizer(model: nn.Module, config: TrainConfig, *, decayed: set[str]) -> torch.optim.AdamW:
+    """AdamW that decays the matrices; decaying a norm's scale towards zero would only fight the norm."""
+    settings, named = config.optimizer, dict(model.named_parameters())
+    groups = [
+        {"params": [named[name] for name in named if name in decayed], "weight_decay": settings.weight_decay},
+        {"params": [named[name] for name in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(settings.beta1, settings.beta2), fused=True
+    )
+
+
+def _learning_rate(config: TrainConfig) -> Callable[[int], float]:
+    def share(step: int) -> float:
+        return learning_rate_share(
+            step,
+            num_steps=config.steps,
+            warmup_steps=config.optimizer.warmup_steps,
+            final_share=config.optimizer.final_share,
+        )
+
+    return share
+
+
+def _param_dtype(settings: ShardingSettings) -> torch.dtype | None:
+    return {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}[settings.precision]
+
+
+def _precision_name(settings: ShardingSettings, me: Rank) -> str:
+    if settings.precision != "auto":
+        return settings.precision
+    return "bf16" if me.device.type == "cuda" else "fp32"

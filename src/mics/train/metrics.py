@@ -1,0 +1,161 @@
+"""Measuring a run: loss, speed, memory and the bytes each kind of group moved."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mics.train.hardware import memory_nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What is known after a step. Loss, speeds and bytes are means over the steps since the one before."""
+
+    step: int
+    """Optimizer steps done."""
+    loss: float
+    """Mean over all ranks."""
+    grad_norm: float
+    """Global norm before clipping, of the last step."""
+    learning_rate: float
+    tokens_per_second: float
+    """Of all ranks together."""
+    tflops: float
+    """Model TFLOP/s of one GPU; on CPUs of all ranks together."""
+    mfu: float | None
+    """Share of the GPU's bf16 peak; None where the peak is not known."""
+    partition_nbytes: int
+    """Bytes this rank sent a step inside its partition group."""
+    replication_nbytes: int
+    """Bytes this rank sent a step across its replication group."""
+    memory_nbytes: int
+    """GPU: peak of tensors. CPU: what the process holds."""
+    seconds: float
+    """Training time so far; validation does not count."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ByteCounter(Protocol):
+    """Running totals of the bytes this rank sent."""
+
+    @property
+    def partition_nbytes(self) -> int: ...
+    @property
+    def replication_nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedometer:
+    """Turns tokens a second into TFLOP/s and, where the peak is known, into MFU."""
+
+    flops_per_token: int
+    num_devices: int
+    """GPUs of the run; 1 on CPUs, whose ranks share the cores."""
+    peak_tflops: float | None
+
+    def tflops(self, tokens_per_second: float) -> float:
+        return tokens_per_second * self.flops_per_token / self.num_devices / 1e12
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        return None if self.peak_tflops is None else self.tflops(tokens_per_second) / self.peak_tflops
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """The clock and the byte counters at one moment, or the difference of two moments."""
+
+    seconds: float
+    partition_nbytes: int
+    replication_nbytes: int
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(
+            seconds=self.seconds - other.seconds,
+            partition_nbytes=self.partition_nbytes - other.partition_nbytes,
+            replication_nbytes=self.replication_nbytes - other.replication_nbytes,
+        )
+
+
+class Meter:
+    """Collects a run's numbers on the device and brings them to the host only when asked to measure."""
+
+    def __init__(
+        self,
+        *,
+        traffic: Callable[[], ByteCounter],
+        speedometer: Speedometer,
+        tokens_per_step: int,
+        device: torch.device,
+    ) -> None:
+        self._traffic = traffic
+        self._speedometer = speedometer
+        self._tokens_per_step = tokens_per_step
+        self._device = device
+        # Both since the last measurement; the sum is this rank's, [] fp32.
+        self._loss_sum = torch.zeros((), device=device)
+        self._num_steps = 0
+        self._total_seconds = 0.0
+        self._mark = self._now()  # what the next measurement counts from
+
+    def add(self, loss: Tensor) -> None:
+        """Note one step's loss, without waiting for it."""
+        self._loss_sum += loss
+        self._num_steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time and the bytes of what happens inside (validation)."""
+        so_far = self._now() - self._mark
+        yield
+        self._mark = self._now() - so_far
+
+    def measure(self, step: int, *, grad_norm: Tensor, learning_rate: float) -> Measurement:
+        """Wait for the device and read everything off. All ranks call it together."""
+        loss = mean_over_ranks(self._loss_sum / self._num_steps)
+        now = self._now()
+        passed = now - self._mark
+        self._total_seconds += passed.seconds
+        tokens_per_second = self._tokens_per_step * self._num_steps / passed.seconds
+        measurement = Measurement(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm.item(),
+            learning_rate=learning_rate,
+            tokens_per_second=tokens_per_second,
+            tflops=self._speedometer.tflops(tokens_per_second),
+            mfu=self._speedometer.mfu(tokens_per_second),
+            partition_nbytes=round(passed.partition_nbytes / self._num_steps),
+            replication_nbytes=round(passed.replication_nbytes / self._num_steps),
+            memory_nbytes=memory_nbytes(self._device),
+            seconds=self._total_seconds,
+        )
+        self._loss_sum.zero_()
+        self._num_steps = 0
+        self._mark = now
+        return measurement
+
+    def _now(self) -> _Reading:
+        # The queue of the device must be empty, or its work would be booked on whatever comes next.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        traffic = self._traffic()
+        return _Reading(
+            seconds=time.perf_counter(),
+            partition_nbytes=traffic.partition_nbytes,
+            replication_nbytes=traffic.replication_nbytes,
+        )
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The mean of a scalar over all ranks, on the host."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()

@@ -1,0 +1,94 @@
+"""A process becomes a rank: which device is its own, and how it joins the others."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mics.errors import SettingsError
+from mics.train.config import LaunchSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Who this process is."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    ranks_per_node: int
+    ranks_per_gpu: int
+    device: torch.device
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+
+def read_rank(settings: LaunchSettings, *, environ: Mapping[str, str], num_gpus: int) -> Rank:
+    """Who the launcher's variables say this process is, and the device that follows from it."""
+    try:
+        rank, num_ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        local_rank = int(environ.get("LOCAL_RANK", rank))
+        ranks_per_node = int(environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    except (KeyError, ValueError) as error:
+        raise SettingsError(
+            f"expected whole numbers in the launcher's variables RANK and WORLD_SIZE, found {error}; "
+            "start with torchrun, or unset RANK so that mics starts its own ranks"
+        ) from None
+    if settings.device == "cuda" and num_gpus == 0:
+        raise SettingsError("launch.device: expected a GPU for 'cuda', found none; use 'cpu' or 'auto'")
+    ranks_per_gpu = 1
+    device = torch.device("cpu")
+    if settings.device != "cpu" and num_gpus > 0:
+        ranks_per_gpu = settings.ranks_per_gpu or math.ceil(ranks_per_node / num_gpus)
+        # By global rank, not by local rank: nodes played on one machine then take different GPUs. Ranks of a
+        # real node are consecutive, so theirs stay different too.
+        device = torch.device("cuda", rank // ranks_per_gpu % num_gpus)
+    return Rank(
+        rank=rank,
+        num_ranks=num_ranks,
+        local_rank=local_rank,
+        ranks_per_node=ranks_per_node,
+        ranks_per_gpu=ranks_per_gpu,
+        device=device,
+    )
+
+
+def share_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
+    """Let NCCL accept several ranks on one GPU; to be called before NCCL starts.
+
+    It refuses a device it sees twice on one host, so each rank claims a host of its own, and they talk over
+    loopback sockets.
+    """
+    environ["NCCL_HOSTID"] = f"rank{rank}"
+    environ["NCCL_P2P_DISABLE"] = "1"
+    environ["NCCL_NET"] = "Socket"
+    environ["NCCL_SOCKET_IFNAME"] = "lo"
+
+
+@contextmanager
+def joined(settings: LaunchSettings) -> Iterator[Rank]:
+    """Join the other ranks, and leave them in order.
+
+    After an error the process just ends: leaving would wait for ranks that wait for this one.
+    """
+    me = read_rank(settings, environ=os.environ, num_gpus=torch.cuda.device_count())
+    on_gpu = me.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(me.device)
+        if me.ranks_per_gpu > 1:
+            share_gpu(me.rank, os.environ)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=settings.timeout_seconds),
+        device_id=me.device if on_gpu else None,
+    )
+    yield me
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,148 @@
+"""What a run leaves behind: numbers, a picture, the weights, and a few lines on the screen."""
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+from torch import Tensor
+
+import mics
+from mics.train.config import TrainConfig
+from mics.train.metrics import Measurement
+from mics.train.ranks import Rank
+
+
+@dataclass(kw_only=True)
+class History:
+    """All measurements of a run so far, in order, and on rank 0 in ``metrics.jsonl`` too."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    validations: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+    _file: TextIO | None = None
+
+    @contextmanager
+    def recording(self, config: TrainConfig, me: Rank) -> Iterator[None]:
+        """Write every line as it is added, so that a run that is cut off keeps its numbers."""
+        if me.rank != 0:
+            yield
+            return
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        with (config.run_dir / "metrics.jsonl").open("w") as self._file:
+            yield
+        self._file = None
+
+    def add(self, measurement: Measurement) -> None:
+        self.measurements.append(measurement)
+        self._write(measurement.as_dict())
+
+    def add_validation(self, step: int, loss: float) -> None:
+        self.validations.append((step, loss))
+        self._write({"step": step, "validation_loss": loss})
+
+    @property
+    def last_validation_loss(self) -> float | None:
+        return self.validations[-1][1] if self.validations else None
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            print(json.dumps(row), file=self._file, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultPaths:
+    """Where everything went."""
+
+    metrics: Path
+    summary: Path
+    picture: Path
+    weights: Path | None
+
+
+def describe_run(config: TrainConfig, me: Rank, *, precision: str) -> str:
+    """One paragraph that says what runs where."""
+    shape = config.model.build()
+    partition_size = config.sharding.partition_size or me.ranks_per_node
+    tokens = config.batch_size * config.micro_steps * me.num_ranks * shape.seq_len
+    device = "CPU"
+    if me.device.type == "cuda":
+        shared = f", {me.ranks_per_gpu} ranks on each" if me.ranks_per_gpu > 1 else ""
+        device = torch.cuda.get_device_name(me.device) + shared
+    return (
+        f"mics {mics.__version__}: {config.model.size}, {shape.num_parameters / 1e6:,.3g} M parameters, "
+        f"{precision}, {tokens:,} tokens a step\n"
+        f"{me.num_ranks} ranks = {me.num_nodes} nodes x {me.ranks_per_node} ({device}), "
+        f"partition groups of {partition_size}, replication groups of {me.num_ranks // partition_size}"
+    )
+
+
+def write_results(
+    config: TrainConfig, me: Rank, history: History, *, sample: str, weights: Mapping[str, Tensor]
+) -> ResultPaths:
+    """Write the summary, the picture and the weights; the measurements are on disk already."""
+    from mics.train.picture import draw_run  # matplotlib takes a while to import, and only rank 0 draws
+
+    paths = ResultPaths(
+        metrics=config.run_dir / "metrics.jsonl",
+        summary=config.run_dir / "run.json",
+        picture=config.run_dir / "run.png",
+        weights=config.run_dir / "model.pt" if weights else None,
+    )
+    last = history.measurements[-1]
+    summary = {
+        "mics": mics.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu",
+        "ranks": me.num_ranks,
+        "ranks_per_node": me.ranks_per_node,
+        "num_parameters": config.model.build().num_parameters,
+        "first_loss": history.measurements[0].loss,
+        "final_loss": last.loss,
+        "final_validation_loss": history.last_validation_loss,
+        "training_seconds": last.seconds,
+        "sample": sample,
+        "last": last.as_dict(),
+        "config": asdict(config),
+    }
+    paths.summary.write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    draw_run(
+        paths.picture,
+        measurements=history.measurements,
+        validations=history.validations,
+        title=describe_title(config, me),
+        on_gpu=me.device.type == "cuda",
+    )
+    if paths.weights is not None:
+        torch.save(dict(weights), paths.weights)
+    return paths
+
+
+def describe_title(config: TrainConfig, me: Rank) -> str:
+    partition_size = config.sharding.partition_size or me.ranks_per_node
+    return (
+        f"{config.name}: {config.model.size} on {me.num_ranks} ranks "
+        f"({me.num_nodes} nodes x {me.ranks_per_node}), partition groups of {partition_size}"
+    )
+
+
+def show_results(console: Console, history: History, *, sample: str, paths: ResultPaths) -> None:
+    """The end of the run on the screen."""
+    first, last = history.measurements[0], history.measurements[-1]
+    console.print(
+        f"\nloss {first.loss:.3f} -> [bold]{last.loss:.3f}[/bold], validation "
+        f"[bold]{history.last_validation_loss:.3f}[/bold], after {last.step} steps in {last.seconds:.0f} s"
+    )
+    if sample:
+        console.print("\nThe model writes:")
+        console.print(Padding(Text(sample.strip(), style="italic"), (0, 0, 0, 2)), soft_wrap=False)
+    console.print(f"\npicture  {paths.picture}\nnumbers  {paths.metrics}, {paths.summary}")
+    if paths.weights is not None:
+        console.print(f"weights  {paths.weights}")

@@ -1,0 +1,61 @@
+"""What every test shares: one thread per process, deterministic hypothesis, the rank pool's end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+
+from tests import ranks
+
+settings.register_profile(
+    "mics",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),  # a failing case is small as drawn; shrinking takes minutes
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("mics")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--grid",
+        choices=("quick", "full"),
+        default="quick",
+        help="exactness grid: 'quick' covers every pair of settings, 'full' every combination",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
+    torch.set_num_threads(1)  # the references must use the kernels the ranks use
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+_GRID_SIZES: dict[str, int] = {}
+
+
+@pytest.fixture(scope="session")
+def grid_sizes() -> dict[str, int]:
+    """Number of cases each part of the exactness grid trained; shown at the end of the run."""
+    return _GRID_SIZES
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _GRID_SIZES:
+        parts = ", ".join(f"{name}: {size}" for name, size in _GRID_SIZES.items())
+        terminalreporter.write_line(f"exactness grid: {sum(_GRID_SIZES.values())} cases ({parts})")
+
+
+def pytest_sessionfinish() -> None:
+    ranks.POOL.close()

@@ -1,0 +1,196 @@
+"""The exactness grid: which cases there are, how one is trained, what it must equal.
+
+A case is a world (ranks, partition size, ranks per node) and a way to train in it (accumulation,
+optimizer sharding, parameter dtype, announced boundary or not, clipping or not). For every world
+with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over the ways to train, in which
+every pair of settings occurs together; `full_cases` takes all combinations.
+
+No pytest here: `python -m tests.gpu_grid` runs the same cases where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from tests.reference import (
+    EXACT,
+    NORM,
+    Outcome,
+    Recipe,
+    Sharding,
+    Tolerance,
+    differences,
+    iterate_divisors,
+    merge,
+    train_ordered,
+    train_plain,
+    train_sharded,
+)
+from tests.toys import language_recipe
+
+MAX_RANKS_PER_NODE = 4
+MAX_ACCUMULATION = 4
+TIGHT_NORM = 0.25
+"""Below the norm of every step's gradient, so that clipping changes it."""
+
+PLAIN_FP32 = Tolerance(rtol=5e-4)
+"""Against one pass over the global batch: sums run in another order, and AdamW divides a gradient by
+its own size, so that elements near zero keep few of their digits."""
+PLAIN_BF16 = Tolerance(rtol=0.15)
+"""The same in bf16, where a gradient has 8 bits. Only a wrong scale or a lost gradient shows here;
+the ordered reference is the sharp one."""
+
+
+GPU_FP32 = Tolerance(rtol=2e-4)
+GPU_BF16 = Tolerance(rtol=0.1)
+"""On a GPU against references computed on the CPU: other kernels, and NCCL's own order of summation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the grid."""
+
+    world_size: int
+    partition_size: int
+    ranks_per_node: int
+    accumulation: int
+    optimizer_sharding: str
+    bf16: bool
+    announced: bool
+    clipped: bool
+    shape: tuple[tuple[str, int], ...] = ()
+    num_steps: int = 3
+
+    def __str__(self) -> str:
+        return (
+            f"world {self.world_size} p {self.partition_size} k {self.ranks_per_node} "
+            f"accumulation {self.accumulation} optimizer/{self.optimizer_sharding} "
+            f"{'bf16' if self.bf16 else 'fp32'} "
+            f"{'announced' if self.announced else 'unannounced'}"
+            f"{' clipped' if self.clipped else ''}"
+        )
+
+    def recipe(self) -> Recipe:
+        return language_recipe(
+            shape=self.shape,
+            accumulation=self.accumulation,
+            num_steps=self.num_steps,
+            max_norm=TIGHT_NORM if self.clipped else None,
+            param_dtype=torch.bfloat16 if self.bf16 else None,
+        )
+
+    def sharding(self, device: str = "cpu") -> Sharding:
+        # Recording gradients needs them, which would make an unannounced boundary that of the
+        # recording; left alone, it is that of the clipping or of the optimizer.
+        return Sharding(
+            partition_size=self.partition_size,
+            optimizer_sharding=self.optimizer_sharding,
+            announced=self.announced,
+            record_gradients=self.announced,
+            device=device,
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Which cases
+# ---------------------------------------------------------------------------------------------
+
+
+def worlds(max_world_size: int = 8) -> Iterator[tuple[int, int, int]]:
+    """Every (world size, partition size, ranks per node); more ranks per node than ranks is one node."""
+    for world_size in range(1, max_world_size + 1):
+        for partition_size in iterate_divisors(world_size):
+            for ranks_per_node in range(1, min(MAX_RANKS_PER_NODE, world_size) + 1):
+                yield world_size, partition_size, ranks_per_node
+
+
+def quick_cases(max_world_size: int = 8) -> list[Case]:
+    """Half of an orthogonal array in each world, the other half in others: all pairs occur."""
+    return [
+        _case(world, row)
+        for index, world in enumerate(worlds(max_world_size))
+        for row in _orthogonal_rows(half=(index // 3) % 2)
+    ]
+
+
+def full_cases(max_world_size: int = 8) -> list[Case]:
+    """Every combination."""
+    ways = product(range(1, MAX_ACCUMULATION + 1), *[(False, True)] * 4)
+    return [_case(world, row) for world, row in product(worlds(max_world_size), list(ways))]
+
+
+Row = tuple[int, bool, bool, bool, bool]
+
+
+def _orthogonal_rows(*, half: int) -> Iterator[Row]:
+    """Four rows over one setting of four levels and four of two.
+
+    Both halves together are an orthogonal array: each pair of levels occurs equally often.
+    """
+    for x, y in product((0, 1), repeat=2):
+        z = half ^ (x & y)
+        yield 1 + 2 * x + y, bool(z), bool(z ^ x), bool(z ^ y), bool(z ^ x ^ y)
+
+
+def _case(world: tuple[int, int, int], row: Row) -> Case:
+    accumulation, classic, bf16, announced, clipped = row
+    return Case(
+        world_size=world[0],
+        partition_size=world[1],
+        ranks_per_node=world[2],
+        accumulation=accumulation,
+        optimizer_sharding="partition" if classic else "world",
+        bf16=bf16,
+        announced=announced,
+        clipped=clipped,
+    )
+
+
+def by_world(cases: Iterable[Case]) -> dict[tuple[int, int], list[Case]]:
+    """Cases that can share one call of the rank pool, by (world size, ranks per node)."""
+    found: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        found.setdefault((case.world_size, case.ranks_per_node), []).append(case)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Training and judging
+# ---------------------------------------------------------------------------------------------
+
+
+def train_cases(cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:
+    """On one rank: train every case, one after the other."""
+    return [train_sharded(case.recipe(), case.sharding(device)) for case in cases]
+
+
+def merge_ranks(outcomes: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """From the ranks' lists of outcomes to one outcome per case."""
+    return [merge(of_case) for of_case in zip(*outcomes, strict=True)]
+
+
+def judge_gpu(case: Case, found: Outcome) -> list[str]:
+    """As `judge`, for a case that was trained on a GPU."""
+    tolerance = GPU_BF16 if case.bf16 else GPU_FP32
+    return judge(case, found, tolerance, tolerance)
+
+
+def judge(case: Case, found: Outcome, tolerance: Tolerance = EXACT, norm: Tolerance = NORM) -> list[str]:
+    """How `found` differs from plain training: bit by bit in order, within a tolerance in general."""
+    recipe = case.recipe()
+    ordered = train_ordered(
+        recipe,
+        world_size=case.world_size,
+        partition_size=case.partition_size,
+        ranks_per_node=case.ranks_per_node,
+        norms=found.norms or None,
+    )
+    problems = [f"ordered: {line}" for line in differences(found, ordered, tolerance, norm)]
+    plain = train_plain(recipe, world_size=case.world_size)
+    wide = PLAIN_BF16 if case.bf16 else PLAIN_FP32
+    problems += [f"plain: {line}" for line in differences(found, plain, wide, wide)]
+    return problems

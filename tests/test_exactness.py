@@ -1,0 +1,128 @@
+"""Sharded training equals plain training, over the whole grid.
+
+In every case the losses of each rank and micro-step, the gradients, the gradient's norm, the
+parameters and the optimizer's state after several steps are compared with two references
+(`tests.reference`): bit by bit with the one that sums in the engine's order, fp32 and bf16 alike,
+and within a tolerance with ordinary training on the global batch.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import grid
+from tests.grid import Case
+from tests.ranks import POOL, run_ranks
+from tests.reference import differences, iterate_divisors
+
+
+def _train(cases: list[Case], backend: str = "gloo") -> list[tuple[Case, grid.Outcome]]:
+    found = []
+    device = "cuda" if backend == "nccl" else "cpu"
+    for (world_size, ranks_per_node), group in grid.by_world(cases).items():
+        ranks = run_ranks(
+            world_size, grid.train_cases, group, device, ranks_per_node=ranks_per_node, backend=backend
+        )
+        found += list(zip(group, grid.merge_ranks(ranks), strict=True))
+    return found
+
+
+def _report(cases: list[Case], problems: list[list[str]]) -> None:
+    wrong = [(case, lines) for case, lines in zip(cases, problems, strict=True) if lines]
+    shown = [f"{case}\n    " + "\n    ".join(lines[:6]) for case, lines in wrong[:5]]
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(shown)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_the_grid_equals_plain_training(
+    world_size: int, request: pytest.FixtureRequest, grid_sizes: dict[str, int]
+) -> None:
+    """Every partition size and node size, and every pair of ways to train, in worlds of 1 to 8."""
+    full = request.config.getoption("--grid") == "full"
+    cases = [
+        case
+        for case in (grid.full_cases() if full else grid.quick_cases())
+        if case.world_size == world_size
+    ]
+    found = _train(cases)
+    problems = POOL.map(grid.judge, found)
+    grid_sizes[f"world {world_size}"] = len(cases)
+    _report([case for case, _ in found], problems)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6])
+def test_two_runs_are_bitwise_equal(world_size: int) -> None:
+    """The same cases trained twice give the same bits, norms included."""
+    cases = [
+        case
+        for case in grid.quick_cases()
+        if case.world_size == world_size and case.ranks_per_node == 2 and case.accumulation == 2
+    ]
+    assert cases
+    pairs = zip(_train(cases), _train(cases), strict=True)
+    for (case, first), (_, second) in pairs:
+        assert not differences(first, second, norm=grid.EXACT), case
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    world_size = draw(st.integers(1, 8))
+    return Case(
+        world_size=world_size,
+        partition_size=draw(st.sampled_from(list(iterate_divisors(world_size)))),
+        ranks_per_node=draw(st.integers(1, min(world_size, grid.MAX_RANKS_PER_NODE))),
+        accumulation=draw(st.integers(1, grid.MAX_ACCUMULATION)),
+        optimizer_sharding=draw(st.sampled_from(["world", "partition"])),
+        bf16=draw(st.booleans()),
+        announced=draw(st.booleans()),
+        clipped=draw(st.booleans()),
+        num_steps=2,
+        shape=(
+            ("vocab", draw(st.integers(11, 23))),
+            ("dim", draw(st.integers(3, 12))),
+            ("hidden", draw(st.integers(1, 20))),
+            ("num_blocks", draw(st.integers(1, 4))),
+        ),
+    )
+
+
+NUM_DRAWN = 20
+
+
+def test_drawn_cases_equal_plain_training(grid_sizes: dict[str, int]) -> None:
+    """Cases and model shapes drawn by hypothesis."""
+
+    @settings(max_examples=NUM_DRAWN)
+    @given(case=_cases())
+    def equal(case: Case) -> None:
+        ((_, outcome),) = _train([case])
+        _report([case], [grid.judge(case, outcome)])
+        grid_sizes["drawn"] = grid_sizes.get("drawn", 0) + 1
+
+    equal()
+
+
+def test_the_quick_grid_covers_every_pair() -> None:
+    """Any two settings of the grid meet in some case, and every world is in it."""
+    cases = grid.quick_cases()
+    names = ("partition_size", "ranks_per_node", "accumulation", "optimizer_sharding")
+    names += ("bf16", "announced", "clipped")
+    full = grid.full_cases()
+    for index, first in enumerate(names):
+        for second in ("world_size", *names[index + 1 :]):
+            wanted = {(getattr(c, first), getattr(c, second)) for c in full}
+            assert {(getattr(c, first), getattr(c, second)) for c in cases} == wanted
+    assert {(c.world_size, c.partition_size, c.ranks_per_node) for c in cases} == set(grid.worlds())
+    assert len(full) == len(set(full)) == len(list(grid.worlds())) * 4 * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_the_grid_under_nccl(world_size: int, grid_sizes: dict[str, int]) -> None:
+    """The same grid on a GPU that several NCCL ranks share, within a tolerance."""
+    cases = [case for case in grid.quick_cases() if case.world_size == world_size]
+    found = _train(cases, backend="nccl")
+    grid_sizes[f"nccl world {world_size}"] = len(cases)
+    _report([case for case, _ in found], POOL.map(grid.judge_gpu, found))

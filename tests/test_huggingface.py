@@ -1,0 +1,150 @@
+"""Hugging Face models with random weights train sharded, with no edit, as they train plain."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compare import SHARDINGS, assert_trains_like_plain
+from tests.reference import Recipe, Tolerance, train_plain
+from tests.toys import seeded
+
+pytest.importorskip("transformers")
+
+VOCAB = 31
+ROUNDING = Tolerance(rtol=1e-4)
+
+
+def _gpt2(**options: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=16,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **options,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=12,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForMaskedLM(config)
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=8,
+        d_kv=4,
+        d_ff=12,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def _checkpointed_gpt2(reentrant: bool) -> nn.Module:
+    model = _gpt2()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def _batch(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = seeded(step, micro, rank)
+    ids = torch.randint(3, VOCAB, (2, 7), generator=generator)
+    labels = torch.randint(3, VOCAB, (2, 7), generator=generator)
+    return {"input_ids": ids, "labels": labels}
+
+
+def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def _recipe(build: Any, **options: Any) -> Recipe:
+    options = {"accumulation": 2, **options}
+    return Recipe(build=build, batch=_batch, loss=_loss, **options)
+
+
+@pytest.mark.parametrize("build", [_gpt2, _llama, _bert, _t5])
+def test_models_train_like_plain(build: Any) -> None:
+    """GPT-2, Llama, BERT and T5: losses, gradients, parameters and optimizer state."""
+    recipe = _recipe(build)
+    outcomes = assert_trains_like_plain(recipe, tolerance=ROUNDING)
+    plain = train_plain(recipe, world_size=4)
+    losses = [sum(ranks) / len(ranks) for step in outcomes[0].losses for ranks in step]
+    expected = [ranks[0] for step in plain.losses for ranks in step]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert list(outcomes[0].state_dict) == list(plain.state_dict)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    """Their own switch for activation checkpointing, in both variants."""
+    recipe = _recipe(partial(_checkpointed_gpt2, reentrant))
+    assert_trains_like_plain(recipe, tolerance=ROUNDING, shardings=SHARDINGS[:1])
+
+
+def _generate(model: nn.Module, step: int) -> list[list[int]]:
+    model.eval()
+    prompt = torch.tensor([[5, 7, 11]])
+    with torch.no_grad():
+        tokens = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
+    model.train()
+    return tokens.tolist()
+
+
+def test_generation_between_steps() -> None:
+    """`generate` after each step gives the tokens the plain model gives, on every rank."""
+    recipe = _recipe(_gpt2, between_steps=_generate, accumulation=1)
+    assert_trains_like_plain(recipe, tolerance=ROUNDING, shardings=SHARDINGS[:1])
+
+
+def test_bfloat16_masters_and_all() -> None:
+    """Llama with bf16 parameters over fp32 masters."""
+    recipe = _recipe(_llama, param_dtype=torch.bfloat16)
+    tolerance = Tolerance(rtol=2e-2)
+    assert_trains_like_plain(recipe, tolerance=tolerance, shardings=SHARDINGS[:1])

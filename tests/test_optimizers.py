@@ -1,0 +1,361 @@
+"""Plain `torch.optim` optimizers, schedulers and gradient scalers on a sharded model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import toys
+from tests.compare import SHARDINGS, assert_trains_like_plain
+from tests.ranks import run_ranks
+from tests.reference import EXACT, Recipe, Tolerance, adamw, elementwise_alike, sgd
+
+LAST_BITS = Tolerance(rtol=2e-6)
+"""For kernels that round an element differently by where it lies in a tensor."""
+
+
+def _make(name: str, options: tuple[tuple[str, Any], ...], model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return getattr(torch.optim, name)(trained, **dict(options))
+
+
+def _recipe(optimizer: Any, **options: Any) -> Recipe:
+    options = {"accumulation": 2, **options}
+    return Recipe(build=toys.Chain, batch=toys.floats, optimizer=optimizer, **options)
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    ("AdamW", {"lr": 0.01}),
+    ("AdamW", {"lr": 0.01, "foreach": True}),
+    ("AdamW", {"lr": 0.01, "fused": True}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    ("Adagrad", {"lr": 0.1}),
+    ("NAdam", {"lr": 0.01}),
+    ("RAdam", {"lr": 0.01}),
+    ("Adamax", {"lr": 0.01}),
+    ("Adadelta", {"lr": 1.0}),
+    ("ASGD", {"lr": 0.1}),
+    ("Rprop", {"lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), OPTIMIZERS, ids=[f"{name}-{'-'.join(options)}" for name, options in OPTIMIZERS]
+)
+def test_optimizers_step_as_in_one_process(name: str, options: dict[str, Any]) -> None:
+    """Parameters and the whole optimizer state after three steps, for both optimizer shardings."""
+    optimizer = partial(_make, name, tuple(options.items()))
+    tolerance = EXACT if elementwise_alike(optimizer) else LAST_BITS
+    outcomes = assert_trains_like_plain(_recipe(optimizer), tolerance=tolerance)
+    assert all(outcome.optimizer_state for outcome in outcomes)
+
+
+def _schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=8)
+
+
+def _decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, _half)
+
+
+def _half(step: int) -> float:
+    return 0.5**step
+
+
+@pytest.mark.parametrize("scheduler", [_schedule, _decay])
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_learning_rate_schedulers(optimizer: Any, scheduler: Any) -> None:
+    """Schedulers that change the rate, and the betas, between steps."""
+    recipe = _recipe(optimizer, scheduler=scheduler, num_steps=4)
+    assert_trains_like_plain(recipe, shardings=SHARDINGS[:1])
+
+
+def test_parameter_groups_by_number_of_dimensions() -> None:
+    """A shard has as many dimensions as its parameter, so the usual groups come out the same."""
+    groups = run_ranks(4, _dimensions)
+    plain = {name: p.ndim for name, p in toys.Language().named_parameters()}
+    for found in groups:
+        assert {name: ndim for name, (ndim, _) in found.items()} == plain
+        assert all(tail == [1] * max(0, ndim - 1) for ndim, tail in found.values())
+
+
+def _dimensions() -> dict[str, tuple[int, list[int]]]:
+    import mics
+
+    model = mics.shard(toys.Language(), partition_size=2)
+    return {name: (p.ndim, list(p.shape[1:])) for name, p in model.named_parameters()}
+
+
+def test_zero_grad_without_none() -> None:
+    """`zero_grad(set_to_none=False)`: a parameter used once keeps a zero gradient, so it decays."""
+    recipe = toys.language_recipe(set_to_none=False, num_steps=3, accumulation=2)
+    assert_trains_like_plain(recipe)
+    sometimes = Recipe(build=toys.Branches, batch=toys.which_by_step, num_steps=4, set_to_none=False)
+    assert_trains_like_plain(sometimes, record_gradients=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# Uses of an optimizer
+# ---------------------------------------------------------------------------------------------
+
+
+def _two_optimizers(sharded: bool) -> dict[str, torch.Tensor]:
+    """Biases and matrices in optimizers of their own, one stepping every second time."""
+    torch.manual_seed(0)
+    model = toys.Chain()
+    world_size = dist.get_world_size()
+    if sharded:
+        import mics
+
+        mics.shard(model, partition_size=2)
+    first = torch.optim.SGD([p for p in model.parameters() if p.ndim < 2], lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW([p for p in model.parameters() if p.ndim >= 2], lr=0.01, eps=1e-3)
+    for step in range(4):
+        ranks = [dist.get_rank()] if sharded else range(world_size)
+        for rank in ranks:
+            (model(*toys.floats(step, 0, rank)) / len(ranks)).backward()
+        first.step()
+        if step % 2:
+            second.step()
+            second.zero_grad()
+        first.zero_grad()
+    return mics.full_state_dict(model) if sharded else model.state_dict()
+
+
+def test_two_optimizers_on_one_model() -> None:
+    """Each steps its own parameters; gradients of the other's go on adding up over steps."""
+    found = run_ranks(4, _two_optimizers, True)[0]
+    expected = run_ranks(4, _two_optimizers, False)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+def _closure(sharded: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    torch.manual_seed(0)
+    model = toys.Chain()
+    if sharded:
+        import mics
+
+        mics.shard(model, partition_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            ranks = [dist.get_rank()] if sharded else range(dist.get_world_size())
+            losses_of_ranks = [model(*toys.floats(step, 0, rank)) for rank in ranks]
+            loss = sum(losses_of_ranks) / len(losses_of_ranks)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return (mics.full_state_dict(model) if sharded else model.state_dict()), losses
+
+
+def test_a_closure_given_to_step() -> None:
+    """`optimizer.step(closure)`: the gradients of the closure are what the step uses."""
+    found, _ = run_ranks(4, _closure, True)[0]
+    expected, _ = run_ranks(4, _closure, False)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+class _Signed(torch.optim.Optimizer):
+    """An optimizer from elsewhere: moves by the gradient's sign."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+def _signed(model: nn.Module) -> torch.optim.Optimizer:
+    return _Signed([p for p in model.parameters() if p.requires_grad])
+
+
+def _allow_and_train(recipe: Recipe) -> dict[str, torch.Tensor]:
+    import mics
+
+    mics.allow_optimizer(_Signed)
+    from tests.reference import train_sharded
+
+    return train_sharded(recipe, SHARDINGS[0]).state_dict
+
+
+def test_an_allowed_optimizer_from_elsewhere() -> None:
+    """Once declared elementwise, a third-party optimizer trains as in one process."""
+    from tests.reference import train_ordered
+
+    recipe = _recipe(_signed)
+    found = run_ranks(4, _allow_and_train, recipe, ranks_per_node=2)[0]
+    expected = train_ordered(recipe, world_size=4, partition_size=2, ranks_per_node=2).state_dict
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+# ---------------------------------------------------------------------------------------------
+# Gradients as users see them
+# ---------------------------------------------------------------------------------------------
+
+
+def _seen_gradients() -> dict[str, Any]:
+    import mics
+
+    torch.manual_seed(0)
+    model = mics.shard(toys.Chain(), partition_size=2)
+    optimizer = sgd(model)
+    seen: dict[str, Any] = {"first": all(p.grad is None for p in model.parameters())}
+    model(*toys.floats(0, 0, dist.get_rank())).backward()
+    seen["shapes"] = all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    before = mics.traffic(model).calls.get(("replication", "reduce_scatter"), 0)
+    values = {name: (p.grad * 1.0).clone() for name, p in model.named_parameters()}
+    again = {name: p.grad + 0.0 for name, p in model.named_parameters()}
+    seen["hop 2"] = mics.traffic(model).calls[("replication", "reduce_scatter")] - before
+    seen["same"] = all(torch.equal(torch.as_tensor(values[n]), torch.as_tensor(again[n])) for n in values)
+    seen["numel"] = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+    total = torch.tensor([float(sum((torch.Tensor(v.tolist()) ** 2).sum() for v in values.values()))])
+    dist.all_reduce(total)
+    seen["squares"] = total.item()
+    full = mics.full_gradients(model)
+    seen["full squares"] = sum((g.double() ** 2).sum().item() for g in full.values() if g is not None)
+    seen["errors"] = {}
+    for name, call in {
+        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "get_total_norm": lambda: torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+        "norm": lambda: next(model.parameters()).grad.norm(),
+        "vector_norm": lambda: torch.linalg.vector_norm(next(model.parameters()).grad),
+        "data.norm": lambda: next(model.parameters()).grad.data.norm(2),
+        "detach.norm": lambda: next(model.parameters()).grad.detach().float().norm(),
+        "pow.sum": lambda: next(model.parameters()).grad.pow(2).sum(),
+    }.items():
+        try:
+            call()
+        except RuntimeError as error:
+            seen["errors"][name] = str(error)
+        else:
+            seen["errors"][name] = "nothing raised"
+    optimizer.zero_grad()
+    seen["last"] = all(p.grad is None for p in model.parameters())
+    return seen
+
+
+def test_gradients_are_guarded() -> None:
+    """`.grad` is None, then this rank's shard; using it runs hop 2 once; a norm of it is refused."""
+    for seen in run_ranks(4, _seen_gradients, ranks_per_node=2):
+        assert seen["first"] and seen["shapes"] and seen["same"] and seen["last"]
+        assert seen["hop 2"] == 3
+        for name, message in seen["errors"].items():
+            assert "mics.clip_grad_norm_" in message, (name, message)
+    first = run_ranks(4, _seen_gradients, ranks_per_node=2)[0]
+    assert first["squares"] == pytest.approx(first["full squares"], rel=1e-5)
+    assert first["numel"] < sum(p.numel() for p in toys.Chain().parameters())
+
+
+def _norms(norm_type: float) -> list[float]:
+    import mics
+
+    torch.manual_seed(0)
+    model = mics.shard(toys.Language(), partition_size=2)
+    for micro in range(2):
+        model(*toys.language_batch(1, micro, dist.get_rank())).backward()
+    first = mics.clip_grad_norm_(model, 0.01, norm_type)
+    assert isinstance(first, torch.Tensor) and first.shape == ()
+    return [first.item(), mics.clip_grad_norm_(model, 1e9, norm_type).item()]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_clipping_with_any_norm(norm_type: float) -> None:
+    """The norm equals the whole gradient's, on every rank, and clipping brings it to the bound."""
+    torch.manual_seed(0)
+    model = toys.Language()
+    for micro in range(2):
+        for rank in range(4):
+            (model(*toys.language_batch(1, micro, rank)) / 4).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type).item()
+    for before, after in run_ranks(4, _norms, norm_type):
+        assert before == pytest.approx(expected, rel=1e-5)
+        assert after == pytest.approx(0.01, rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------
+# fp16 with a gradient scaler
+# ---------------------------------------------------------------------------------------------
+
+
+def _scaled_training(
+    rank: int | None, world_size: int, poisoned: tuple[int, int], unscale: bool
+) -> dict[str, Any]:
+    """fp16 parameters with `torch.amp.GradScaler`; `rank` None is one process with all batches.
+
+    `poisoned` is the (step, rank) whose loss overflows.
+    """
+    torch.manual_seed(0)
+    model = toys.Chain()
+    if rank is not None:
+        import mics
+
+        mics.shard(model, partition_size=2, precision=mics.Precision(param=torch.float16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    scales, values = [], []
+    for step in range(4):
+        ranks = range(world_size) if rank is None else [rank]
+        for one in ranks:
+            x, target = toys.floats(step, 0, one)
+            loss = model(x if rank is None else x.half(), target) / len(ranks)
+            if (step, one) == poisoned:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            if rank is None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            else:
+                mics.clip_grad_norm_(model, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        state = model.state_dict() if rank is None else mics.full_state_dict(model, rank0_only=False)
+        values.append({name: value.clone() for name, value in state.items()})
+    return {"scales": scales, "values": values}
+
+
+def _scaled_rank(poisoned: tuple[int, int], unscale: bool) -> dict[str, Any]:
+    return _scaled_training(dist.get_rank(), dist.get_world_size(), poisoned, unscale)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("poisoned", [(9, 9), (1, 0), (1, 3), (2, 2)])
+def test_the_scaler_skips_a_step_on_all_ranks_or_none(poisoned: tuple[int, int], unscale: bool) -> None:
+    """One rank's overflow makes every rank skip and halve its scale; the rest equals one process."""
+    expected = _scaled_training(None, 4, poisoned, unscale)
+    found = run_ranks(4, _scaled_rank, poisoned, unscale, ranks_per_node=2)
+    for rank in found:
+        assert rank["scales"] == expected["scales"]
+    for step in range(4):
+        for name, value in expected["values"][step].items():
+            first = found[0]["values"][step][name]
+            assert all(torch.equal(rank["values"][step][name], first) for rank in found)
+            assert torch.isfinite(first).all()
+            torch.testing.assert_close(first, value, rtol=0.05, atol=0.01)
+    if poisoned[0] < 4:
+        step = poisoned[0]
+        before, after = (found[0]["values"][index] for index in (step - 1, step))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert expected["scales"][step] < expected["scales"][step - 1]

@@ -1,0 +1,120 @@
+"""Settings: defaults, YAML, flags over YAML, and errors that name the setting."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from mics.errors import SettingsError
+from mics.models import GPT_SIZES
+from mics.train.config import ModelSettings, ModelSize, TrainConfig
+from mics.train.settings_file import parse_train_config
+
+
+def _yaml(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_defaults_need_no_arguments() -> None:
+    """`mics train` alone is a complete run."""
+    assert parse_train_config([]) == TrainConfig()
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    """Three sources, one order; 3e-4 is a number although YAML reads it as text."""
+    file = _yaml(tmp_path, "steps: 7\nbatch-size: 3\noptimizer: {learning_rate: 3e-4, beta2: 0.9}\n")
+    config = parse_train_config(["--config", file, "--steps", "9", "--optimizer.beta2", "0.8"])
+    assert (config.steps, config.batch_size, config.micro_steps) == (9, 3, TrainConfig().micro_steps)
+    assert (config.optimizer.learning_rate, config.optimizer.beta2) == (3e-4, 0.8)
+
+
+def test_null_in_the_file_means_unset(tmp_path: Path) -> None:
+    """A setting that may be unset can be unset in a file."""
+    config = parse_train_config([f"--config={_yaml(tmp_path, 'sharding: {partition_size: null}')}"])
+    assert config.sharding.partition_size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "stepz: 3",
+            r"stepz: unknown setting \(did you mean steps\?\); expected one of name, output",
+        ),
+        ("model: {sise: nano}", r"model\.sise: unknown setting \(did you mean model\.size\?\)"),
+        ("model: {size: huge}", r"model\.size: expected one of nano, gpt-124m.*found 'huge'"),
+        ("steps: many", r"steps: expected a whole number, found 'many'"),
+        ("steps: true", r"steps: expected a whole number, found True"),
+        ("steps: 1.5", r"steps: expected a whole number, found 1.5"),
+        ("steps: 0", r"steps: expected at least 1, found 0"),
+        ("optimizer: {beta1: high}", r"optimizer\.beta1: expected a number, found 'high'"),
+        ("report: {save_weights: 1}", r"report\.save_weights: expected true or false, found 1"),
+        ("model: {hidden_size: 30}", r"model\.hidden_size: expected a multiple of"),
+        ("model: {vocab_size: 100}", r"model\.vocab_size: expected at least 256"),
+        ("data: {text: nowhere.txt}", r"data\.text: expected a file that exists, found 'nowhere.txt'"),
+        ("launch: 3", r"launch: expected names with values, found 3"),
+        ("config: other.yaml", r"config: unknown setting"),
+        ("- a list", r"the file: expected names with values"),
+        ("a: [", r"not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_the_setting(tmp_path: Path, text: str, message: str) -> None:
+    """Whoever reads the error knows which file, which key, and what it may be."""
+    file = _yaml(tmp_path, text)
+    with pytest.raises(SettingsError, match=message) as caught:
+        parse_train_config(["--config", file])
+    assert str(caught.value).startswith(f"--config {file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    """No traceback for a typing error in a path."""
+    with pytest.raises(SettingsError, match=r"--config nowhere\.yaml: cannot be read"):
+        parse_train_config(["--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize("args", [["--stepz", "3"], ["--model.size", "huge"], ["--steps", "0"]])
+def test_bad_flags_end_with_a_usage_error(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and the flag's name, as command lines do."""
+    with pytest.raises(SystemExit) as caught:
+        parse_train_config(args)
+    assert caught.value.code == 2
+    assert args[0].removeprefix("--").removesuffix("z") in capsys.readouterr().err
+
+
+def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field of every group is in --help, and each has a docstring of its own there."""
+    with pytest.raises(SystemExit):
+        parse_train_config(["--help"])
+    text = capsys.readouterr().out
+    for item in fields(TrainConfig):
+        nested = fields(item.default_factory) if isinstance(item.default_factory, type) else ()
+        for name in [f"{item.name}.{inner.name}" for inner in nested] or [item.name]:
+            assert f"--{name.replace('_', '-')}" in text
+
+
+def test_named_sizes_are_the_models() -> None:
+    """The choices in --help are exactly the table of sizes."""
+    assert set(get_args(ModelSize)) == set(GPT_SIZES)
+
+
+def test_single_numbers_replace_the_named_size() -> None:
+    """model.size gives the start, the other settings change it."""
+    shape = ModelSettings(size="gpt-124m", num_layers=3).build()
+    assert (shape.num_layers, shape.hidden_size) == (3, 768)
+
+
+def test_the_learning_rate_follows_the_width_unless_given() -> None:
+    """Wider models get a smaller rate by default; a given one is taken as it is."""
+    assert TrainConfig(model=ModelSettings(size="gpt-3.6b")).learning_rate < TrainConfig().learning_rate
+    assert parse_train_config(["--optimizer.learning-rate", "0.01"]).learning_rate == 0.01
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b"])
+def test_a_run_cannot_leave_its_folder(name: str) -> None:
+    """The run's name is one folder below the output folder."""
+    with pytest.raises(SettingsError, match="name"):
+        TrainConfig(name=name)

@@ -1,0 +1,188 @@
+"""Starting ranks: what is started where, and which rank is blamed when it ends badly."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mics.errors import SettingsError
+from mics.train.config import LaunchSettings, ShardingSettings, TrainConfig
+from mics.train.failures import find_failures, report_failure
+from mics.train.launch import LaunchPlan, agent_command, agent_environment, launch, plan_launch
+from mics.train.ranks import read_rank, share_gpu
+
+TWO_BY_TWO = LaunchPlan(device="cpu", num_nodes=2, ranks_per_node=2, ranks_per_gpu=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus", "expected"),
+    [
+        (LaunchSettings(), 0, ("cpu", 2, 2, 1)),
+        (LaunchSettings(), 1, ("cuda", 2, 2, 4)),
+        (LaunchSettings(), 8, ("cuda", 1, 8, 1)),
+        (LaunchSettings(device="cpu"), 8, ("cpu", 2, 2, 1)),
+        (LaunchSettings(nodes=2), 8, ("cuda", 2, 4, 1)),
+        (LaunchSettings(nodes=2, ranks_per_node=1), 1, ("cuda", 2, 1, 2)),
+        (LaunchSettings(nodes=4, ranks_per_node=4), 8, ("cuda", 4, 4, 2)),
+        (LaunchSettings(nodes=1, ranks_per_node=3), 0, ("cpu", 1, 3, 1)),
+    ],
+)
+def test_the_ranks_follow_from_the_machine(
+    settings: LaunchSettings, num_gpus: int, expected: tuple[str, int, int, int]
+) -> None:
+    """Two nodes of two on nothing or one GPU, one rank for each of several GPUs, and what is set is kept."""
+    plan = plan_launch(settings, num_gpus=num_gpus)
+    assert (plan.device, plan.num_nodes, plan.ranks_per_node, plan.ranks_per_gpu) == expected
+
+
+def test_gpus_that_are_not_there_are_an_error() -> None:
+    """Asked for explicitly, a GPU is not replaced by a CPU in silence."""
+    with pytest.raises(SettingsError, match=r"launch\.device"):
+        plan_launch(LaunchSettings(device="cuda"), num_gpus=0)
+    with pytest.raises(SettingsError, match=r"launch\.ranks_per_gpu: expected at least 2"):
+        plan_launch(LaunchSettings(nodes=2, ranks_per_node=2, ranks_per_gpu=1), num_gpus=2)
+
+
+def test_each_node_is_one_torchrun(tmp_path: Path) -> None:
+    """Agents differ in the node's number alone; only rank 0's stdout stays on the terminal."""
+    first, second = (
+        agent_command(TWO_BY_TWO, node=node, port=1234, log_dir=tmp_path, args=["--steps", "3"])
+        for node in (0, 1)
+    )
+    assert first[1:3] == ["-m", "torch.distributed.run"]
+    assert {"--nnodes=2", "--nproc-per-node=2", "--node-rank=0", "--master-port=1234"} <= set(first)
+    assert "--redirects=0:2,1:3" in first
+    assert "--redirects=0:3,1:3" in second
+    assert second[second.index("mics.cli") :] == [
+        "mics.cli",
+        "train",
+        "--steps",
+        "3",
+        "--launch.device=cpu",
+        "--launch.ranks-per-gpu=1",
+    ]
+
+
+def test_cpu_ranks_do_not_fight_for_cores() -> None:
+    """One thread a rank; a value the user set stays; GPU ranks keep torch's own choice."""
+    assert agent_environment(TWO_BY_TWO, {})["OMP_NUM_THREADS"] == "1"
+    assert agent_environment(TWO_BY_TWO, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+    gpu_plan = LaunchPlan(device="cuda", num_nodes=1, ranks_per_node=8, ranks_per_gpu=1)
+    assert "OMP_NUM_THREADS" not in agent_environment(gpu_plan, {})
+
+
+def test_a_partition_size_that_does_not_divide_is_found_before_anything_starts(tmp_path: Path) -> None:
+    """One line at once instead of four tracebacks later."""
+    config = TrainConfig(
+        output_dir=tmp_path,
+        sharding=ShardingSettings(partition_size=3),
+        launch=LaunchSettings(device="cpu"),
+    )
+    with pytest.raises(
+        SettingsError, match=r"sharding\.partition_size: expected a divisor of the 4 ranks, found 3"
+    ):
+        launch(config, [])
+    assert not list(tmp_path.iterdir())
+
+
+def _environ(rank: int, *, num_ranks: int, per_node: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node", "num_gpus", "ranks_per_gpu", "expected"),
+    [
+        (4, 2, 4, None, [0, 1, 2, 3]),  # two played nodes on four GPUs
+        (4, 2, 2, None, [0, 1, 0, 1]),  # two real nodes of two GPUs
+        (4, 2, 1, None, [0, 0, 0, 0]),
+        (4, 2, 2, 2, [0, 0, 1, 1]),
+    ],
+)
+def test_every_rank_finds_its_gpu(
+    num_ranks: int, per_node: int, num_gpus: int, ranks_per_gpu: int | None, expected: list[int]
+) -> None:
+    """No GPU is used twice while another one is free."""
+    found = [
+        read_rank(
+            LaunchSettings(ranks_per_gpu=ranks_per_gpu),
+            environ=_environ(rank, num_ranks=num_ranks, per_node=per_node),
+            num_gpus=num_gpus,
+        ).device
+        for rank in range(num_ranks)
+    ]
+    assert found == [torch.device("cuda", index) for index in expected]
+
+
+def test_a_broken_launcher_is_named() -> None:
+    """RANK without WORLD_SIZE is explained, not a KeyError."""
+    with pytest.raises(SettingsError, match="WORLD_SIZE"):
+        read_rank(LaunchSettings(), environ={"RANK": "0"}, num_gpus=0)
+
+
+def test_ranks_that_share_a_gpu_claim_different_hosts() -> None:
+    """NCCL refuses one device twice on one host."""
+    environs: list[dict[str, str]] = [{}, {}]
+    for rank, environ in enumerate(environs):
+        share_gpu(rank, environ)
+    assert environs[0]["NCCL_HOSTID"] != environs[1]["NCCL_HOSTID"]
+    assert {environ["NCCL_P2P_DISABLE"] for environ in environs} == {"1"}
+
+
+def _write_failure(
+    log_dir: Path, node: int, local_rank: int, exit_code: int, trace: str | None, time: int
+) -> None:
+    """What torchrun leaves behind when a rank fails."""
+    folder = log_dir / f"node{node}" / "none_x" / "attempt_0" / str(local_rank)
+    folder.mkdir(parents=True)
+    (folder / "stderr.log").write_text("last words\n")
+    if trace is not None:
+        record = {"message": {"message": "", "extraInfo": {"py_callstack": trace, "timestamp": "0"}}}
+        (folder / "error.json").write_text(json.dumps(record))
+        os.utime(folder / "error.json", ns=(time, time))
+    line = f"E0101 api.py:1] failed (exitcode: {exit_code}) local_rank: {local_rank} (pid: 7) of binary: p\n"
+    (log_dir / f"node{node}.log").write_text(line)
+
+
+def test_the_first_error_is_shown_not_its_consequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that lost its peer may report first; the one with the real error is to blame."""
+    _write_failure(tmp_path, 0, 0, 1, "Traceback\nRuntimeError: Connection closed by peer", 10)
+    _write_failure(tmp_path, 1, 1, 7, "Traceback\nZeroDivisionError: division by zero", 20)
+    assert report_failure(tmp_path, ranks_per_node=2) == 7
+    shown = capsys.readouterr().err
+    assert "ZeroDivisionError" in shown
+    assert "rank 3 (node 1) failed with exit code 7" in shown
+    assert "Connection closed" not in shown
+
+
+def test_a_killed_rank_is_to_blame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It cannot write an error; its last words and the signal are shown, and the exit code is the shell's."""
+    _write_failure(tmp_path, 0, 1, -9, None, 0)
+    _write_failure(tmp_path, 1, 0, 1, "Traceback\nCollectiveError: rank 1 died", 5)
+    assert report_failure(tmp_path, ranks_per_node=2) == 137
+    shown = capsys.readouterr().err
+    assert "rank 1 (node 0) failed with signal SIGKILL" in shown
+    assert "last words" in shown
+
+
+def test_ranks_the_launcher_stopped_are_not_failures(tmp_path: Path) -> None:
+    """SIGTERM is how the rest is cleared away."""
+    _write_failure(tmp_path, 0, 0, -15, None, 0)
+    assert find_failures(tmp_path, ranks_per_node=2) == []
+
+
+def test_an_agent_that_never_started_shows_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever happened, something is shown and the exit code is not zero."""
+    (tmp_path / "node0.log").write_text("no module named torch\n")
+    assert report_failure(tmp_path, ranks_per_node=2) == 1
+    assert "no module named torch" in capsys.readouterr().err
