@@ -96,15 +96,14 @@ def per_block(system: str, device: torch.device) -> Counter[str]:
 
 
 def main() -> None:
-    use_gpu = torch.cuda.is_available() and "NCCL_HOSTID" in os.environ or torch.cuda.device_count() > 1
-    dist.init_process_group("nccl" if use_gpu else "gloo")
-    device = (
-        torch.device("cuda", 0 if torch.cuda.device_count() == 1 else dist.get_rank())
-        if use_gpu
-        else torch.device("cpu")
-    )
+    rank = int(os.environ["RANK"])
+    num_gpus = torch.cuda.device_count()
+    # NCCL lets ranks share a GPU only if each claims a host of its own.
+    use_gpu = num_gpus > 1 or (num_gpus == 1 and "NCCL_HOSTID" in os.environ)
+    device = torch.device("cuda", rank % num_gpus) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if use_gpu else "gloo")
     counts = {system: per_block(system, device) for system in SYSTEMS}
     if dist.get_rank() == 0:
         plain = counts["plain"]
@@ -117,7 +116,8 @@ def main() -> None:
                 if extra[name] != plain[name]
             }
             print(
-                f"{system}: {totals[system] - totals['plain']:.1f} operators a block and step beyond plain training"
+                f"{system}: {totals[system] - totals['plain']:.1f} operators a block and step beyond "
+                "plain training"
             )
             print("   ", json.dumps(added))
         ratio = (totals["mics"] - totals["plain"]) / (totals["fsdp2"] - totals["plain"])
