@@ -26,9 +26,21 @@ PY
 }
 
 pip_install() {
-    "$env_dir/bin/python" -m pip install --disable-pip-version-check --quiet "$@" || fail \
+    "$env_dir/bin/python" -m pip install --disable-pip-version-check -qq "$@" || fail \
         "pip could not install: $*. Its own message is above; if it speaks of connections, check the network" \
         "or the package index pip is configured for, then run the same make command again."
+}
+
+make_venv() {
+    "$python" -m venv "$@" "$env_dir" || fail \
+        "'$python -m venv' failed. On Debian and Ubuntu install python3-venv first; then remove $env_dir and retry."
+}
+
+# An interpreter that is itself in a virtual environment hides its packages from the new one: point there.
+see_packages_of() {
+    torch_in_range "$env_dir/bin/python" && return
+    local where='import sysconfig; print(sysconfig.get_path("purelib"))'
+    "$1" -c "$where" > "$("$env_dir/bin/python" -c "$where")/packages_of_parent.pth"
 }
 
 if [[ ! -x $env_dir/bin/python ]]; then
@@ -37,14 +49,14 @@ if [[ ! -x $env_dir/bin/python ]]; then
         "make PYTHON=/path/to/python3.11"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail \
         "expected Python 3.11 or newer, found $("$python" --version 2>&1). Name a newer one: make PYTHON=python3.11"
-    venv_options=()
+    say "creating $env_dir"
     if torch_in_range "$python"; then
         say "using the torch that $python already has"
-        venv_options=(--system-site-packages)
+        make_venv --system-site-packages
+        see_packages_of "$python"
+    else
+        make_venv
     fi
-    say "creating $env_dir"
-    "$python" -m venv "${venv_options[@]}" "$env_dir" || fail \
-        "'$python -m venv' failed. On Debian and Ubuntu install python3-venv first; then remove $env_dir and retry."
 fi
 "$env_dir/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail \
     "expected Python 3.11 or newer in $env_dir, found $("$env_dir/bin/python" --version 2>&1)." \

@@ -125,7 +125,7 @@ class Answer:
     error: RankError | None = None
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """At least one rank raised, died or hung; the message holds every rank's traceback."""
 
     def __init__(self, errors: Sequence[RankError]) -> None:
@@ -227,7 +227,7 @@ def _worker(conn: Connection, index: int, stacks: str) -> None:
     os.environ["NCCL_HOSTID"] = f"worker{index}"
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe
-    with open(stacks, "w") as stack_file:
+    with Path(stacks).open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         seat = _Seat()
         while True:
@@ -337,7 +337,7 @@ class RankPool:
         answers = self.answers(world_size, fn, *args, **options)
         errors = [answer.error for answer in answers if answer.error is not None]
         if errors:
-            raise RanksFailed(errors)
+            raise RanksFailedError(errors)
         return [answer.value for answer in answers]
 
     def run_expecting_error(
@@ -350,7 +350,7 @@ class RankPool:
         if silent:
             raise AssertionError(f"ranks {silent} raised nothing: {answers}")
         if hung:
-            raise RanksFailed(hung)
+            raise RanksFailedError(hung)
         return [answer.error for answer in answers if answer.error is not None]
 
     def answers(
@@ -412,7 +412,7 @@ class RankPool:
                     for other in busy:
                         self._workers[other].kill()
                     self._forget_dead()
-                    raise RanksFailed([answer.error])
+                    raise RanksFailedError([answer.error])
                 results[busy.pop(index)] = answer.value
         return [results[index] for index in range(len(results))]
 

@@ -315,9 +315,7 @@ def train_ordered(
     return plain.finish(outcome)
 
 
-def _hop_1(
-    accumulator: Gradients, nodes: list[list[int]], found: list[Gradients], *, alpha: float
-) -> None:
+def _hop_1(accumulator: Gradients, nodes: list[list[int]], found: list[Gradients], *, alpha: float) -> None:
     """Add one micro-step's gradient of one partition group to its accumulator."""
     for name in found[0]:
         gradient = _sum([_sum([found[rank][name] for rank in node]) for node in nodes])
@@ -532,9 +530,7 @@ def _means(outcome: Outcome, other: Outcome) -> list[float]:
     return rows
 
 
-def _differ(
-    what: str, found: list[float], expected: list[float], tolerance: Tolerance
-) -> list[str]:
+def _differ(what: str, found: list[float], expected: list[float], tolerance: Tolerance) -> list[str]:
     problem = tolerance.differ(torch.tensor(found), torch.tensor(expected))
     return [] if problem is None else [f"{what}: {problem}\n  {found}\n  {expected}"]
 

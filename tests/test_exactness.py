@@ -42,9 +42,7 @@ def test_the_grid_equals_plain_training(
     """Every partition size and node size, and every pair of ways to train, in worlds of 1 to 8."""
     full = request.config.getoption("--grid") == "full"
     cases = [
-        case
-        for case in (grid.full_cases() if full else grid.quick_cases())
-        if case.world_size == world_size
+        case for case in (grid.full_cases() if full else grid.quick_cases()) if case.world_size == world_size
     ]
     found = _train(cases)
     problems = POOL.map(grid.judge, found)

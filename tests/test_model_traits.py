@@ -103,7 +103,9 @@ def test_several_forwards_before_one_backward() -> None:
     assert_trains_like_plain(_recipe(toys.Chain, loss=toys.two_forwards))
 
 
-@pytest.mark.parametrize(("build", "loss"), [(toys.Plain, toys.two_backwards), (toys.Chain, toys.three_losses)])
+@pytest.mark.parametrize(
+    ("build", "loss"), [(toys.Plain, toys.two_backwards), (toys.Chain, toys.three_losses)]
+)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_several_backwards_in_one_micro_step(build: Any, loss: Any, accumulation: int) -> None:
     """More backwards than micro-steps, also after an announced hop 2: everything is counted once."""
@@ -261,7 +263,7 @@ def _train_meta() -> list[list[float]]:
     mics.shard(model, partition_size=2)
     optimizer = sgd(model)
     losses = []
-    for step in range(8):
+    for _ in range(8):
         loss = model(*toys.floats(0, 0, 0))
         loss.backward()
         optimizer.step()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankPool, RanksFailed, run_expecting_error, run_ranks
+from tests.ranks import RankPool, RanksFailedError, run_expecting_error, run_ranks
 
 
 def _where_am_i() -> dict[str, str]:
@@ -71,7 +72,7 @@ def test_workers_are_reused_over_world_sizes() -> None:
 def test_a_failing_rank_fails_the_test_and_the_pool_recovers() -> None:
     """Rank 1 raises while the others wait in a barrier: its traceback surfaces, soon."""
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match="rank 1 does not like this") as caught:
+    with pytest.raises(RanksFailedError, match="rank 1 does not like this") as caught:
         run_ranks(3, _raise_on, 1)
     assert time.monotonic() - start < 20
     by_rank = {error.rank: error for error in caught.value.errors}
@@ -102,7 +103,7 @@ def test_a_killed_rank_is_reported_as_dead() -> None:
         assert "-9" in died.error.message
         assert survivor.error is not None and survivor.error.type_name != "Hung"
         pids = pool.pids()
-    assert not any(os.path.exists(f"/proc/{pid}/stat") for pid in pids)
+    assert not any(Path(f"/proc/{pid}/stat").exists() for pid in pids)
 
 
 def test_a_process_without_a_launcher() -> None:

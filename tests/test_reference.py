@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mics.topology import plan_topology
 from tests.ranks import run_ranks
 from tests.reference import (
     SEED,
@@ -16,6 +17,7 @@ from tests.reference import (
     adamw,
     differences,
     elementwise_alike,
+    iterate_divisors,
     sgd,
     stages,
     train_ordered,
@@ -114,6 +116,21 @@ def test_stages_of_the_first_hop(
 ) -> None:
     """Two stages exactly where a group has equally many, more than one, ranks on several nodes."""
     assert stages(world_size, partition_size, ranks_per_node) == expected
+
+
+@pytest.mark.parametrize("world_size", [4, 6, 8, 12])
+def test_stages_are_those_of_the_engines_topology(world_size: int) -> None:
+    """The order the reference adds in is the order the engine communicates in."""
+    for partition_size in iterate_divisors(world_size):
+        for ranks_per_node in range(1, world_size + 1):
+            node_of = [rank // ranks_per_node for rank in range(world_size)]
+            topology = plan_topology(node_of, partition_size=partition_size)
+            for nodes in stages(world_size, partition_size, ranks_per_node):
+                found = topology.stages(nodes[0][0])
+                assert (found is None) == (len(nodes) == 1)
+                if found is not None:
+                    assert list(found.intra) == nodes[0]
+                    assert list(found.inter) == [node[0] for node in nodes]
 
 
 def test_optimizers_of_the_grid_treat_elements_alike() -> None:

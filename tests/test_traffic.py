@@ -27,6 +27,8 @@ from tests.reference import adamw
 NUM_BLOCKS = 3
 FP32, BF16 = 4, 2
 
+_CHAIN = partial(toys.Chain, NUM_BLOCKS)
+
 Calls = dict[tuple[str, str], int]
 
 
@@ -45,9 +47,7 @@ def _difference(model: nn.Module, before: Any) -> tuple[Calls, int, int]:
 
     now = mics.traffic(model)
     axes = ("partition", "replication", "world")
-    calls = {
-        key: number - before.calls.get(key, 0) for key, number in now.calls.items() if key[0] in axes
-    }
+    calls = {key: number - before.calls.get(key, 0) for key, number in now.calls.items() if key[0] in axes}
     return (
         {key: number for key, number in calls.items() if number},
         now.partition_nbytes - before.partition_nbytes,
@@ -62,7 +62,7 @@ def _phases(
     announced: bool,
     bf16: bool,
     clip: bool,
-    build: Any = partial(toys.Chain, NUM_BLOCKS),
+    build: Any = _CHAIN,
 ) -> dict[str, tuple[Calls, int, int]]:
     """What travelled in the micro-steps before the last, in the last, in clipping, in the step.
 

@@ -213,14 +213,14 @@ def _teacher_of_itself(run: Run) -> list[Any]:
     model = run.shard(toys.Plain())
     optimizer = sgd(model)
 
-    def loss(rank: int) -> Tensor:
+    def loss(step: int, rank: int) -> Tensor:
         x, y = toys.floats(step, 0, rank)
         with torch.no_grad():
             target = model(x)
         return toys.mse(model(y), target)
 
     for step in range(3):
-        run.backward(loss)
+        run.backward(partial(loss, step))
         optimizer.step()
         optimizer.zero_grad()
     return run.state(model)
@@ -304,14 +304,14 @@ def _autocast(run: Run) -> list[Any]:
     model = run.shard(toys.Plain())
     optimizer = sgd(model)
 
-    def loss(rank: int) -> Tensor:
+    def loss(step: int, rank: int) -> Tensor:
         x, target = toys.floats(step, 0, rank)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = model(model(x))
         return toys.mse(y, target)
 
     for step in range(3):
-        run.backward(loss)
+        run.backward(partial(loss, step))
         optimizer.step()
         optimizer.zero_grad()
     return run.state(model)
@@ -325,7 +325,7 @@ def _submodules_called_directly(run: Run, *, tied: bool = False) -> list[Any]:
     run.shard(model)
     optimizer = sgd(model)
 
-    def loss(rank: int) -> Tensor:
+    def loss(step: int, rank: int) -> Tensor:
         ids, targets, _ = toys.language_batch(step, 0, rank)
         x = model.embedding(ids)
         for block in model.blocks:
@@ -333,7 +333,7 @@ def _submodules_called_directly(run: Run, *, tied: bool = False) -> list[Any]:
         return nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1), targets.flatten())
 
     for step in range(2):
-        run.backward(loss)
+        run.backward(partial(loss, step))
         optimizer.step()
         optimizer.zero_grad()
     return run.state(model)

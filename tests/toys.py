@@ -70,7 +70,9 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Embedding, blocks, a head tied to the embedding, a frozen parameter and one used at times."""
 
-    def __init__(self, *, vocab: int = VOCAB, dim: int = DIM, hidden: int = HIDDEN, num_blocks: int = 2) -> None:
+    def __init__(
+        self, *, vocab: int = VOCAB, dim: int = DIM, hidden: int = HIDDEN, num_blocks: int = 2
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, dim)
         self.position = nn.Parameter(torch.randn(1, 3, dim) * 0.1, requires_grad=False)

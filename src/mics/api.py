@@ -7,13 +7,11 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from mics.assign import ParamRef, Site, assign_sites
 from mics.boundary import Boundary
@@ -30,6 +28,9 @@ from mics.schedule import Schedule, ScheduledSite
 from mics.state import shard_of_full
 from mics.topology import Topology, check_partition_groups, check_partition_size, plan_topology
 from mics.unit import Share, Unit, UnitSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 OptimizerSharding = Literal["world", "partition"]
@@ -196,8 +197,9 @@ def _device_of(model: nn.Module, world: World) -> torch.device:
     """Where shards will live. All parameters must be on one device, and within reach of the collectives."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor) or param.dtype.is_complex:
-            kind = "a DTensor" if isinstance(param, DTensor) else f"format {param.dtype}"
+        is_dtensor = hasattr(param, "device_mesh")  # importing the class would cost every start a second
+        if is_dtensor or param.dtype.is_complex:
+            kind = "a DTensor" if is_dtensor else f"format {param.dtype}"
             raise SettingsError(
                 f"mics.shard: expected ordinary real parameters, found {name!r} as {kind}; shard the "
                 "plain model"

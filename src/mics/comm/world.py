@@ -121,7 +121,11 @@ class World:
         """Device types the default group's collectives reach."""
         if self.default_group is None:
             return {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
-        return {device.type for device in self.default_group._device_types}
+        group = self.default_group
+        # gloo also takes CUDA tensors, through the host: nobody who asks for it means to train on a GPU.
+        return {
+            d.type for d in group._device_types if (d.type, group._get_backend(d).name()) != ("cuda", "gloo")
+        }
 
     def _timeout(self) -> timedelta:
         """The timeout the user gave to init_process_group: new_group would fall back to torch's default."""

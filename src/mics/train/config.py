@@ -129,7 +129,7 @@ class ReportSettings:
 
     interval: int = 5
     """Steps between two measurements. Between them nothing waits for the GPU."""
-    eval_interval: int = 35
+    eval_interval: int = 30
     """Steps between two validations; 0 validates only at the end."""
     eval_batches: int = 2
     """Batches on every rank for one validation."""
@@ -185,7 +185,7 @@ class TrainConfig:
     """Name of the run. Its results replace those of an earlier run of the same name."""
     output_dir: Path = Path("runs")
     """Folder for the results: they go to <output-dir>/<name>."""
-    steps: int = 140
+    steps: int = 120
     """Optimizer steps."""
     micro_steps: int = 2
     """Forwards and backwards before each optimizer step."""

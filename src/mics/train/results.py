@@ -78,7 +78,7 @@ def describe_run(config: TrainConfig, me: Rank, *, precision: str) -> str:
     return (
         f"mics {mics.__version__}: {config.model.size}, {shape.num_parameters / 1e6:,.3g} M parameters, "
         f"{precision}, {tokens:,} tokens a step\n"
-        f"{me.num_ranks} ranks = {me.num_nodes} nodes x {me.ranks_per_node} ({device}), "
+        f"{_count(me.num_ranks, 'rank')} = {_count(me.num_nodes, 'node')} x {me.ranks_per_node} ({device}), "
         f"partition groups of {partition_size}, replication groups of {me.num_ranks // partition_size}"
     )
 
@@ -128,9 +128,13 @@ def write_results(
 def describe_title(config: TrainConfig, me: Rank) -> str:
     partition_size = config.sharding.partition_size or me.ranks_per_node
     return (
-        f"{config.name}: {config.model.size} on {me.num_ranks} ranks "
-        f"({me.num_nodes} nodes x {me.ranks_per_node}), partition groups of {partition_size}"
+        f"{config.name}: {config.model.size} on {_count(me.num_ranks, 'rank')} "
+        f"({_count(me.num_nodes, 'node')} x {me.ranks_per_node}), partition groups of {partition_size}"
     )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def show_results(console: Console, history: History, *, sample: str, paths: ResultPaths) -> None:
