@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -51,13 +52,15 @@ class GradientOwner:
 class ShardGrad(Tensor):
     """This rank's part of one parameter's gradient."""
 
-    owner: GradientOwner
+    # Weak: Python's collector does not see what a parameter holds as its ``grad``, so a strong reference
+    # back would keep every model alive whose gradients were not cleared at the end.
+    owner: ref[GradientOwner]
 
     @staticmethod
     def guard(view: Tensor, owner: GradientOwner) -> ShardGrad:
         """``view`` itself, behind the guard."""
         guarded = view.as_subclass(ShardGrad)
-        guarded.owner = owner
+        guarded.owner = ref(owner)
         return guarded
 
     @classmethod
@@ -67,7 +70,7 @@ class ShardGrad(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_data = func == _DATA
-        owner = next((g.owner for g in _guards((args, kwargs)) if hasattr(g, "owner")), None)
+        owner = next((g.owner() for g in _guards((args, kwargs)) if hasattr(g, "owner")), None)
         describes = name in _ABOUT_SHAPE or name in _ABOUT_GRAPH or (name == "__get__" and not is_data)
         if owner is not None and name in _LOCAL_ONLY:
             raise MicsError(

@@ -29,11 +29,22 @@ _DIGEST_MODULUS = 1 << 24
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a site that autograd may come back to."""
+    """One forward of a site that autograd may come back to.
 
-    inputs: dict[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
+    Hooks on tensors hold it, and the graph holds the hooks where Python's collector does not look: what this
+    refers to is freed with the graph at the earliest, and never if it is part of the graph.
+    """
+
     entered: bool = False
     left: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """A forward under way with gradients."""
+
+    call: _Call
+    inputs: dict[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
 
 
 @dataclass(eq=False)
@@ -47,7 +58,7 @@ class ScheduledSite:
     depth: int = 0  # forwards under way
     num_live: int = 0  # calls whose backward is under way
     reached: bool = False  # by the current backward
-    calls: list[_Call | None] = field(default_factory=list)  # one for each forward under way
+    forwards: list[_Forward | None] = field(default_factory=list)  # one for each of ``depth``
     # Where submodules keep results outside the return value (auxiliary losses); None: not looked yet.
     side_outputs: list[tuple[dict[str, Any], str]] | None = None
 
@@ -102,12 +113,12 @@ class Schedule:
             self._begin_forward()
         self._depth += 1
         site.depth += 1
-        site.calls.append(None)
+        site.forwards.append(None)
         self._gather(site.units)
         if site.cast_to is not None:
             args, kwargs = _cast((args, kwargs), site.cast_to)
         if torch.is_grad_enabled():
-            site.calls[-1] = self._watch_inputs(site, (args, kwargs))
+            site.forwards[-1] = self._watch_inputs(site, (args, kwargs))
         return None if site.cast_to is None else (args, kwargs)
 
     def _post_forward(
@@ -120,9 +131,9 @@ class Schedule:
     ) -> None:
         if self.suspended or site.depth == 0:
             return
-        call = site.calls.pop()
+        forward = site.forwards.pop()
         # Results may also be left in the arguments: a list that the forward appends to.
-        watched = call is not None and self._watch_outputs(site, call, (output, args, kwargs))
+        watched = forward is not None and self._watch_outputs(site, forward, (output, args, kwargs))
         site.depth -= 1
         self._depth -= 1
         # A forward inside a backward is a recomputation: its own backward follows at once.
@@ -146,23 +157,23 @@ class Schedule:
 
     # -- backward -----------------------------------------------------------------------------------
 
-    def _watch_inputs(self, site: ScheduledSite, inputs: Any) -> _Call:
+    def _watch_inputs(self, site: ScheduledSite, inputs: Any) -> _Forward:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        call = _Call(inputs={key: tensor.grad_fn for key, tensor in watched.items()})
+        call = _Call()
         for tensor in watched.values():
             leave = self._leave_later if tensor.is_leaf else self._leave
             tensor.register_hook(partial(leave, site, call))
-        return call
+        return _Forward(call, {key: tensor.grad_fn for key, tensor in watched.items()})
 
-    def _watch_outputs(self, site: ScheduledSite, call: _Call, output: Any) -> bool:
+    def _watch_outputs(self, site: ScheduledSite, forward: _Forward, output: Any) -> bool:
         """Have autograd call back before it needs this forward's parameters."""
         side = self._side_outputs(site)
         watched = {id(tensor): tensor for tensor in tensors_in((output, side)) if tensor.requires_grad}
         for key, tensor in watched.items():
             # An input handed through belongs to whoever made it (an in-place change makes it ours).
-            if key in call.inputs and call.inputs[key] is tensor.grad_fn:
+            if key in forward.inputs and forward.inputs[key] is tensor.grad_fn:
                 continue
-            tensor.register_hook(partial(self._enter, site, call))
+            tensor.register_hook(partial(self._enter, site, forward.call))
         return bool(watched)
 
     def _side_outputs(self, site: ScheduledSite) -> list[Any]:
