@@ -226,6 +226,7 @@ def _worker(conn: Connection, index: int, stacks: str) -> None:
     """The life of a worker: answer tasks until the parent hangs up."""
     os.environ["NCCL_HOSTID"] = f"worker{index}"
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: collecting after each task then takes no time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe
     with Path(stacks).open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)

@@ -24,6 +24,10 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x)) + x
 
 
+class Marker:
+    """Something to hang on a node of the graph."""
+
+
 def _model() -> nn.Module:
     return mics.shard(nn.Sequential(*(Block() for _ in range(3))))
 
@@ -31,13 +35,20 @@ def _model() -> nn.Module:
 def _activations_left(*, backward: bool) -> int:
     """Activations still alive right after a forward (and a backward) whose result is dropped."""
     model = _model()
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive: list[weakref.ref[Marker]] = []
+
+    def mark(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        marker = Marker()
+        output.grad_fn.metadata["marker"] = marker  # lives as long as the graph's node
+        alive.append(weakref.ref(marker))
+
     for block in model.children():
-        block.register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output.grad_fn)))
+        block.register_forward_hook(mark)
     loss = model(torch.randn(4, 8)).sum()
     if backward:
         loss.backward()
     del loss
+    assert len(alive) == 3
     return sum(reference() is not None for reference in alive)
 
 
