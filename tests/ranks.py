@@ -153,7 +153,7 @@ class _Seat:
 
     def __init__(self) -> None:
         self._group: tuple[Any, ...] | None = None
-        self._store: dist.Store | None = None
+        self._store: dist.Store | None = None  # one connection for life: now and then a new one takes 5 s
 
     def take(self, place: Place) -> None:
         for name in _LAUNCH_VARIABLES:
@@ -171,11 +171,11 @@ class _Seat:
             return
         self.leave()
         timeout = timedelta(seconds=place.timeout_s)
-        client = dist.TCPStore("127.0.0.1", place.store_port, is_master=False, timeout=timeout)
-        self._store = client
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", place.store_port, is_master=False, timeout=timeout)
         dist.init_process_group(
             place.backend,
-            store=dist.PrefixStore(f"group{place.group_id}", client),
+            store=dist.PrefixStore(f"group{place.group_id}", self._store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
@@ -185,7 +185,6 @@ class _Seat:
     def leave(self) -> None:
         self._group = None
         _leave_group()
-        self._store = None
 
 
 def _describe(error: BaseException, rank: int) -> RankError:

@@ -9,16 +9,29 @@ and within a tolerance with ordinary training on the global batch.
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mics
 from tests import grid
 from tests.grid import Case
 from tests.ranks import POOL, run_ranks
-from tests.reference import differences, iterate_divisors
+from tests.reference import (
+    Outcome,
+    Recipe,
+    Sharding,
+    Tolerance,
+    differences,
+    iterate_divisors,
+    merge,
+    train_ordered,
+    train_sharded,
+)
+from tests.toys import language_recipe
 
 
-def _train(cases: list[Case], backend: str = "gloo") -> list[tuple[Case, grid.Outcome]]:
+def _train(cases: list[Case], backend: str = "gloo") -> list[tuple[Case, Outcome]]:
     found = []
     device = "cuda" if backend == "nccl" else "cpu"
     for (world_size, ranks_per_node), group in grid.by_world(cases).items():
@@ -56,12 +69,39 @@ def test_two_runs_are_bitwise_equal(world_size: int) -> None:
     cases = [
         case
         for case in grid.quick_cases()
-        if case.world_size == world_size and case.ranks_per_node == 2 and case.accumulation == 2
-    ]
-    assert cases
+        if case.world_size == world_size and case.ranks_per_node == 2 and 1 < case.partition_size
+    ][:4]
+    assert len(cases) == 4
     pairs = zip(_train(cases), _train(cases), strict=True)
     for (case, first), (_, second) in pairs:
         assert not differences(first, second, norm=grid.EXACT), case
+
+
+def _flat_outcome(recipe: Recipe) -> Outcome:
+    return train_sharded(recipe, Sharding(partition_size=4, options={"hierarchical": False}))
+
+
+def test_one_stage_where_two_were_possible() -> None:
+    """`hierarchical=False` on two nodes of two: equal to the bit to the sum in rank order."""
+    recipe = language_recipe(accumulation=2)
+    found = merge(run_ranks(4, _flat_outcome, recipe, ranks_per_node=2))
+    flat, staged = (train_ordered(recipe, world_size=4, partition_size=4, ranks_per_node=k) for k in (4, 2))
+    assert not differences(found, flat)
+    assert differences(found, staged)
+
+
+def _reduced_in_bf16(recipe: Recipe) -> Outcome:
+    precision = mics.Precision(param=torch.float32, reduce=torch.bfloat16)
+    return train_sharded(recipe, Sharding(partition_size=2, options={"precision": precision}))
+
+
+def test_gradients_that_travel_in_bf16() -> None:
+    """`Precision(reduce=bfloat16)`: right up to bf16's rounding, and not exactly."""
+    recipe = language_recipe(accumulation=2)
+    found = merge(run_ranks(4, _reduced_in_bf16, recipe, ranks_per_node=2))
+    expected = train_ordered(recipe, world_size=4, partition_size=2, ranks_per_node=2)
+    assert not differences(found, expected, Tolerance(rtol=2e-2, atol=1e-4))
+    assert differences(found, expected, grid.PLAIN_FP32)
 
 
 @st.composite

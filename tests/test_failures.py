@@ -105,8 +105,8 @@ def _stop_before(victim: int) -> None:
 
 def test_a_stopped_rank_is_named() -> None:
     """A rank that is stopped, not dead, is found by its silence when the timeout has passed."""
-    with RankPool(2, timeout_s=4.0) as pool:
-        answers = pool.answers(2, _stop_before, 1, grace_s=4.0)
+    with RankPool(2, timeout_s=2.0) as pool:
+        answers = pool.answers(2, _stop_before, 1, grace_s=1.0)
         waited = answers[0].error
         assert waited is not None and waited.is_a("CollectiveError"), waited
         assert "rank 1" in waited.message, waited.message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from mics.assign import ParamRef, Site, assign_sites
 from mics.boundary import Boundary
-from mics.buffers import BufferSync
+from mics.buffers import BufferSync, keeps_statistics
 from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.world import MeshCollectives
 from mics.engine import Engine, attach_engine, engine_of, is_sharded
@@ -27,7 +26,7 @@ from mics.precision import Precision
 from mics.schedule import Schedule, ScheduledSite
 from mics.state import shard_of_full
 from mics.topology import Topology, check_partition_groups, check_partition_size, plan_topology
-from mics.unit import Share, Unit, UnitSpec
+from mics.unit import ParameterTable, Share, Unit, UnitSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +45,7 @@ class _Settings:
     precision: Precision
     device: torch.device
     sites: list[Site]
+    buffers: list[tuple[str, Tensor]]
 
 
 def shard(
@@ -74,27 +74,30 @@ def shard(
             masters on CUDA, and float32 on the CPU.
     """
     world = join_world()
+    nodes = world.gather_objects(world.node_name())
     settings, error = None, None
     try:
         settings = _check(
             model,
             world,
-            partition_size=partition_size,
-            units=None if units is None else list(units),
+            partition_size=_whole_node(nodes) if partition_size is None else partition_size,
+            units=units,
             mesh=mesh,
             hierarchical=hierarchical,
             optimizer_sharding=optimizer_sharding,
             precision=precision or Precision(),
         )
-    except (ValueError, RuntimeError, TypeError) as caught:
+    except Exception as caught:
         # Tell the others before raising: they would wait for this rank in the exchange.
         error = caught
+    if error is None and mesh is not None and partition_size is not None:
+        error = SettingsError("mics.shard: expected partition_size or mesh, found both; give one of them")
     accounts = world.gather_objects(_account(world, settings, error))
     if error is not None:
         raise error
     assert settings is not None
     _compare(accounts)
-    return _build(model, world, settings, [account["node"] for account in accounts])
+    return _build(model, world, settings, nodes)
 
 
 def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
@@ -123,8 +126,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     One fused computation, one all-reduce, no waiting on the host.
     """
-    if not isinstance(max_norm, int | float) or math.isnan(max_norm) or max_norm < 0:
+    if not max_norm >= 0:
         raise SettingsError(f"clip_grad_norm_: expected max_norm >= 0, found {max_norm!r}")
+    if not norm_type > 0:
+        raise SettingsError(f"clip_grad_norm_: expected norm_type > 0 (or inf), found {norm_type!r}")
     with torch.no_grad():
         return engine_of(model).boundary.clip_grad_norm_(float(max_norm), float(norm_type))
 
@@ -141,8 +146,8 @@ def _check(
     model: nn.Module,
     world: World,
     *,
-    partition_size: int | None,
-    units: list[nn.Module | type[nn.Module]] | None,
+    partition_size: int,
+    units: Iterable[nn.Module | type[nn.Module]] | None,
     mesh: DeviceMesh | None,
     hierarchical: Literal["auto"] | bool,
     optimizer_sharding: OptimizerSharding,
@@ -150,7 +155,18 @@ def _check(
 ) -> _Settings:
     if not isinstance(model, nn.Module):
         raise SettingsError(f"mics.shard: expected an nn.Module, found {type(model).__name__}")
-    inside = next((name for name, module in model.named_modules() if is_sharded(module)), None)
+    sparse = next((n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.sparse), None)
+    if sparse is not None:
+        raise SettingsError(
+            f"mics.shard: expected dense gradients, found sparse=True on the embedding {sparse!r}; "
+            "build it with "
+            "sparse=False"
+        )
+    sharded = (
+        isinstance(module._parameters, ParameterTable) or is_sharded(module) for module in model.modules()
+    )
+    names = (name for name, _ in model.named_modules())
+    inside = next((name for name, is_inside in zip(names, sharded, strict=True) if is_inside), None)
     if inside is not None:
         raise SettingsError(
             f"mics.shard: expected a model that is not sharded yet, found {inside or 'the model'!r} "
@@ -170,16 +186,17 @@ def _check(
         optimizer_sharding=optimizer_sharding,
         precision=precision,
         device=_device_of(model, world),
-        sites=assign_sites(model, units),
+        buffers=list(model.named_buffers()),
+        sites=assign_sites(model, [units] if isinstance(units, type) else units),
     )
 
 
 def _partition_groups(
-    world: World, partition_size: int | None, mesh: DeviceMesh | None
+    world: World, partition_size: int, mesh: DeviceMesh | None
 ) -> tuple[tuple[int, ...], ...]:
     if mesh is not None:
-        if partition_size is not None:
-            raise SettingsError("mics.shard: expected partition_size or mesh, found both; give one of them")
+        if not hasattr(mesh, "mesh"):
+            raise SettingsError(f"mesh: expected a torch.distributed DeviceMesh, found {mesh!r}")
         if mesh.ndim != 2:
             raise SettingsError(
                 f"mesh: expected 2 axes (replicas, partition), found {mesh.ndim}; use for example "
@@ -188,15 +205,27 @@ def _partition_groups(
         groups = [tuple(int(rank) for rank in row) for row in mesh.mesh.tolist()]
         check_partition_groups(groups, world.size)
         return tuple(groups)
-    size = world.default_partition_size() if partition_size is None else partition_size
-    check_partition_size(size, world.size)
-    return tuple(tuple(range(start, start + size)) for start in range(0, world.size, size))
+    check_partition_size(partition_size, world.size)
+    starts = range(0, world.size, partition_size)
+    return tuple(tuple(range(start, start + partition_size)) for start in starts)
+
+
+def _whole_node(nodes: Sequence[str]) -> int:
+    """The number of ranks of a node, if all have the same number; else everybody."""
+    sizes = {nodes.count(node) for node in nodes}
+    return sizes.pop() if len(sizes) == 1 else len(nodes)
 
 
 def _device_of(model: nn.Module, world: World) -> torch.device:
     """Where shards will live. All parameters must be on one device, and within reach of the collectives."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise SettingsError(
+                f"mics.shard: expected parameters without hooks, found one on {name!r}, which would "
+                "never run on a "
+                "sharded model; change gradients between backward and optimizer.step() instead"
+            )
         is_dtensor = hasattr(param, "device_mesh")  # importing the class would cost every start a second
         if is_dtensor or param.dtype.is_complex:
             kind = "a DTensor" if is_dtensor else f"format {param.dtype}"
@@ -223,8 +252,8 @@ def _device_of(model: nn.Module, world: World) -> torch.device:
 
 def _account(world: World, settings: _Settings | None, error: Exception | None) -> dict[str, Any]:
     """What this rank is about to do, for comparison with the others."""
-    account: dict[str, Any] = {"rank": world.rank, "node": world.node_name(), "error": None}
-    if settings is None:
+    account: dict[str, Any] = {"rank": world.rank, "error": None}
+    if settings is None or error is not None:
         return account | {"error": f"{type(error).__name__}: {error}"}
     described = [
         f"{site.name}: {ref.name} {tuple(ref.param.shape)} {ref.param.dtype} "
@@ -232,6 +261,7 @@ def _account(world: World, settings: _Settings | None, error: Exception | None) 
         for site in settings.sites
         for ref in site.params
     ]
+    described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in settings.buffers]
     return account | {
         "partition groups": settings.partition_groups,
         "hierarchical": settings.hierarchical,
@@ -239,8 +269,8 @@ def _account(world: World, settings: _Settings | None, error: Exception | None) 
         "precision": str(settings.precision),
         "device type": settings.device.type,
         "torch version": torch.__version__.split("+")[0],
-        "number of parameters": len(described),
-        "units and parameters": hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
+        "number of parameters and buffers": len(described),
+        "units, parameters and buffers": hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
     }
 
 
@@ -251,7 +281,9 @@ def _compare(accounts: Sequence[dict[str, Any]]) -> None:
         raise MicsError(
             f"mics.shard failed on rank {failed[0]['rank']}, so it cannot go on here: {failed[0]['error']}"
         )
-    for key in accounts[0].keys() - {"rank", "node", "error"}:
+    for key in accounts[0]:
+        if key == "rank":
+            continue
         first = accounts[0][key]
         other = next((account for account in accounts if account[key] != first), None)
         if other is not None:
@@ -277,13 +309,13 @@ def _build(model: nn.Module, world: World, settings: _Settings, node_names: list
     mesh = world.collectives(topology, counter)
     share = Share(
         chunk=topology.chunk(world.rank),
-        piece=topology.replica(world.rank),
+        piece=topology.piece(world.rank),
         masters_over_replicas=settings.optimizer_sharding == "world",
     )
     with torch.no_grad():
         place_buffers(model, settings.device, mesh.world)
         scheduled = _build_sites(model, settings, topology, share, mesh)
-    all_units = [unit for site in scheduled for unit in site.units]
+    all_units = list(dict.fromkeys(unit for site in scheduled for unit in site.units))
     boundary = Boundary(all_units, mesh=mesh, world_size=world.size, device=settings.device)
     schedule = Schedule(scheduled, reduce=boundary.reduce, before_root=BufferSync(model, mesh.world))
     boundary.follow(schedule)
@@ -311,7 +343,8 @@ def _build_sites(
     scheduled: list[ScheduledSite] = []
     index = itertools.count()
     for site in settings.sites:
-        values = initial_values(model, site, settings.device)
+        built = [unit for earlier in scheduled for unit in earlier.units]
+        values = initial_values(model, site, settings.device, built)
         specs = _unit_specs(site, settings, topology, index)
         units = [
             Unit(
@@ -334,10 +367,31 @@ def _build_sites(
                 name=site.name, module=site.module, units=units, cast_to=lowered[0] if lowered else None
             )
         )
+    scheduled += _holders_elsewhere(settings.sites, scheduled)
     if not any(site.module is model for site in scheduled):
         # The root is always followed: its outputs are where backward begins.
         scheduled.append(ScheduledSite(name="", module=model, units=[]))
     return scheduled
+
+
+def _holders_elsewhere(sites: Sequence[Site], scheduled: Sequence[ScheduledSite]) -> list[ScheduledSite]:
+    """Sites for modules that hold tied parameters of another site.
+
+    The module around all holders gathers them in its forward. A method that calls a holder without going
+    through that forward (``model.encode()``) needs them too.
+    """
+    own = {id(site.module) for site in sites}
+    extra: dict[int, ScheduledSite] = {}
+    for site, built in zip(sites, scheduled, strict=True):
+        for ref in site.params:
+            for holder, _ in ref.places:
+                if len(ref.places) > 1 and id(holder) not in own:
+                    unit = next(unit for unit in built.units if ref in unit.spec.refs)
+                    entry = extra.setdefault(
+                        id(holder), ScheduledSite(name=ref.name.rpartition(".")[0], module=holder, units=[])
+                    )
+                    entry.units += [unit] if unit not in entry.units else []
+    return list(extra.values())
 
 
 def _unit_specs(site: Site, settings: _Settings, topology: Topology, index: Iterator[int]) -> list[UnitSpec]:
@@ -346,7 +400,10 @@ def _unit_specs(site: Site, settings: _Settings, topology: Topology, index: Iter
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ParamRef]] = {}
     for ref in site.params:
         dtype = ref.param.dtype
-        key = (precision.param_dtype(dtype, device), precision.master_dtype(dtype), ref.param.requires_grad)
+        # Norms with running statistics compute in their buffers' format, and take activations in any.
+        keeps = any(keeps_statistics(module) for module, _ in ref.places)
+        param_dtype = dtype if keeps else precision.param_dtype(dtype, device)
+        key = (param_dtype, precision.master_dtype(dtype), ref.param.requires_grad)
         groups.setdefault(key, []).append(ref)
     specs = []
     for (param_dtype, master_dtype, trainable), refs in groups.items():
@@ -370,7 +427,7 @@ def _unit_specs(site: Site, settings: _Settings, topology: Topology, index: Iter
                 param_dtype=param_dtype,
                 master_dtype=master_dtype if trainable else param_dtype,
                 reduce_dtype=reduce_dtype,
-                grad_dtype=precision.accumulate_dtype(param_dtype),
+                grad_dtype=master_dtype if trainable else param_dtype,
             )
         )
     return specs

@@ -69,11 +69,12 @@ def list_params(model: nn.Module) -> list[ParamRef]:
 
 
 def repeated_blocks(model: nn.Module) -> set[int]:
-    """Ids of the entries of every list of blocks of one class, outermost lists only."""
+    """Ids of the entries of every list in which a class of blocks repeats, outermost lists only."""
     entries = [child for child in model.children() if _has_params(child)]
     kinds = {type(entry) for entry in entries}
     is_list = isinstance(model, nn.ModuleList | nn.Sequential)
-    if is_list and len(entries) > 1 and len(kinds) == 1 and not isinstance(entries[0], _CONTAINERS):
+    callable_entries = not any(isinstance(entry, _CONTAINERS) for entry in entries)
+    if is_list and len(kinds) < len(entries) and callable_entries:
         return {id(entry) for entry in entries}
     return {block for entry in entries for block in repeated_blocks(entry)}
 
@@ -131,7 +132,8 @@ def _owner_on(path: tuple[nn.Module, ...], chosen: set[int], above_units: set[in
     inside = [module for module in path if id(module) in chosen]
     if inside:
         return inside[-1]
-    return next((module for module in path if id(module) not in above_units), path[-1])
+    below = (module for module in path if id(module) not in above_units)
+    return next((module for module in below if not isinstance(module, _CONTAINERS)), path[-1])
 
 
 def _has_params(module: nn.Module) -> bool:

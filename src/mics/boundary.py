@@ -41,6 +41,7 @@ class Boundary:
 
     def reduce(self, unit: Unit) -> None:
         """Hop 1 of a unit whose backward is over, and hop 2 if this micro-step is the last."""
+        self._adopt_assigned(unit)
         unit.reduce(self._buffer(unit), self._scale)
         self._show(unit)
         self._fresh_grads = True
@@ -50,6 +51,7 @@ class Boundary:
     def synchronize(self) -> None:
         """Hop 2 of every unit that has only had hop 1. Called by whatever needs gradients first."""
         for unit in self.trainable:
+            self._adopt_assigned(unit)
             if unit.grad_state is GradState.PARTIAL:
                 unit.reduce_over_replicas()
         if self._fresh_grads:
@@ -99,9 +101,32 @@ class Boundary:
         if guards is None:
             guards = [ShardGrad.guard(grad, self._owner) for grad in unit.grads]
             self._guards[unit.spec.index] = guards
-        for shard, guard in zip(unit.shards, guards, strict=True):
+        for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True)):
             if shard.grad is None:
+                unit.check_unhooked(index)
                 shard.grad = guard
+
+    def _adopt_assigned(self, unit: Unit) -> None:
+        """Take gradients that the user put in place of ours (``p.grad = p.grad.clamp(...)``)."""
+        guards: Sequence[ShardGrad | None] = self._guards.get(unit.spec.index) or [None] * len(unit.shards)
+        assigned = [
+            index
+            for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True))
+            if shard.grad is not None and shard.grad is not guard
+        ]
+        if self._shown:  # the optimizer is at work on plain gradients, which are not the user's
+            return
+        if not assigned:
+            return
+        values = [unit.shards[index].grad for index in assigned]
+        unit.make_reduced()
+        for index, value in zip(assigned, values, strict=True):
+            assert value is not None
+            unit.grads[index].copy_(value.as_subclass(Tensor))
+            unit.used[index] = True
+            unit.shards[index].grad = None
+        self._show(unit)
+        self._fresh_grads = True
 
     def reduce_buffers(self) -> list[ReduceBuffer]:
         """The buffers hop 1 works in: one for each reduce format in use."""
@@ -141,7 +166,8 @@ class Boundary:
     def after_step(self, members: Sequence[tuple[Unit, int]]) -> None:
         """Guard the gradients again and bring the new values to all replicas."""
         for unit, index in self._shown:
-            unit.shards[index].grad = self._guards[unit.spec.index][index]
+            if unit.shards[index].grad is unit.grads[index]:  # and not cleared by a hook in between
+                unit.shards[index].grad = self._guards[unit.spec.index][index]
         self._shown = []
         for unit in {id(unit): unit for unit, _ in members}.values():
             unit.refresh()

@@ -19,8 +19,9 @@ class BufferSync:
     def __init__(self, model: nn.Module, world: Collectives) -> None:
         self._world = world
         self._modules = [module for module in model.modules() if module._buffers]
-        self._norms = [module for module in self._modules if _keeps_statistics(module)]
-        self._seen: dict[int, list[tuple[int, int]]] = {}
+        self._norms = [module for module in self._modules if keeps_statistics(module)]
+        # Tensors themselves, not their ids: an id may come back on some ranks only.
+        self._seen: dict[int, list[tuple[Tensor, int]]] = {}
         self._trained: set[int] = set()  # norms that the latest forward wrote to
         self._mark()
 
@@ -30,7 +31,7 @@ class BufferSync:
         written = [
             module
             for module in self._modules
-            if id(module) in self._trained or self._seen[id(module)] != _versions(module)
+            if id(module) in self._trained or not _unchanged(module, self._seen[id(module)])
         ]
         if written:
             broadcast_together([buffer for module in written for buffer in _buffers(module)], self._world)
@@ -42,7 +43,8 @@ class BufferSync:
         self._seen = {id(module): _versions(module) for module in self._modules}
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a norm module writes running statistics to its buffers."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
@@ -50,8 +52,13 @@ def _buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(buffer), _version(buffer)) for buffer in _buffers(module)]
+def _versions(module: nn.Module) -> list[tuple[Tensor, int]]:
+    return [(buffer, _version(buffer)) for buffer in _buffers(module)]
+
+
+def _unchanged(module: nn.Module, seen: list[tuple[Tensor, int]]) -> bool:
+    now = _versions(module)
+    return len(now) == len(seen) and all(a is b and v == w for (a, v), (b, w) in zip(now, seen, strict=True))
 
 
 def _version(buffer: Tensor) -> int:

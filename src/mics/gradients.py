@@ -30,15 +30,33 @@ _LOCAL_ONLY = {
     "vdot",
     "std",
     "var",
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "aminmax",
+    "prod",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "mv",
+    "einsum",
+    "inner",
+    "tensordot",
+    "median",
+    "quantile",
+    "count_nonzero",
+    "logsumexp",
 }
 # Results that still are a part of one gradient, so that ``grad.detach().norm()`` is caught too.
 _STAYS_GUARDED = {
     "detach", "clone", "float", "double", "to", "view", "reshape", "flatten", "abs", "square", "pow",
-    "__pow__", "mul", "__mul__", "div", "__truediv__", "cpu", "cuda",
+    "__pow__", "mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "sqrt", "clamp", "cat", "stack",
+    "cpu", "cuda",
 }  # fmt: skip
 _ABOUT_SHAPE = {"size", "dim", "numel", "nelement", "element_size", "stride", "data_ptr", "is_floating_point"}
 _ABOUT_GRAPH = {"requires_grad_", "detach_", "register_hook", "retain_grad"}
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +87,8 @@ class ShardGrad(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        is_data = func == _DATA
         owner = next((g.owner() for g in _guards((args, kwargs)) if hasattr(g, "owner")), None)
-        describes = name in _ABOUT_SHAPE or name in _ABOUT_GRAPH or (name == "__get__" and not is_data)
+        describes = name in _ABOUT_SHAPE or name in _ABOUT_GRAPH or name == "__get__"
         if owner is not None and name in _LOCAL_ONLY:
             raise MicsError(
                 f"{name} of a sharded gradient: expected the whole gradient, found this rank's part of it; "
@@ -85,9 +102,11 @@ class ShardGrad(Tensor):
         if owner is not None and name == "_amp_foreach_non_finite_check_and_unscale_":
             # torch's GradScaler: a rank that overflowed must make every rank skip the step.
             owner.agree_found_inf(args[1])
-        if owner is not None and (is_data or name in _STAYS_GUARDED) and isinstance(result, Tensor):
-            return ShardGrad.guard(result, owner)
-        return result
+        if owner is None or not isinstance(result, Tensor):
+            return result
+        if name == "__get__":  # .data, .T and the like: another view of the same values
+            owner.synchronize()
+        return ShardGrad.guard(result, owner) if name in _STAYS_GUARDED or name == "__get__" else result
 
 
 def _guards(value: Any) -> Iterator[ShardGrad]:

@@ -6,7 +6,7 @@ with the initialisers the modules carry, so that no rank ever holds the whole mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn as nn
@@ -34,14 +34,16 @@ def place_buffers(model: nn.Module, device: torch.device, world: Collectives) ->
         broadcast_together(buffers, world)
 
 
-def initial_values(model: nn.Module, site: Site, device: torch.device) -> dict[int, Tensor]:
+def initial_values(
+    model: nn.Module, site: Site, device: torch.device, built: Sequence[Unit]
+) -> dict[int, Tensor]:
     """Full values of one site's parameters by id, made here if they are on meta.
 
     Only rank 0's are used. The other ranks make theirs too, at the same time, so that a model that cannot
     be initialised fails on all of them alike.
     """
     if site.params[0].param.is_meta:
-        return _run_initialisers(model, site, device)
+        return _run_initialisers(model, site, device, built)
     return {id(ref.param): ref.param.detach() for ref in site.params}
 
 
@@ -59,20 +61,27 @@ def fill_unit(unit: Unit, values: dict[int, Tensor], world: Collectives) -> None
 def drop_originals(site: Site) -> None:
     """Free the memory of the parameters from before sharding, whoever may still point at them."""
     for ref in site.params:
+        if ref.param.is_meta:
+            continue
         ref.param.data = torch.empty(0, dtype=ref.param.dtype, device=ref.param.device)
 
 
-def _run_initialisers(model: nn.Module, site: Site, device: torch.device) -> dict[int, Tensor]:
+def _run_initialisers(
+    model: nn.Module, site: Site, device: torch.device, built: Sequence[Unit]
+) -> dict[int, Tensor]:
     """Run the modules' own initialisers on real memory for this site's parameters alone."""
     real = {
         id(ref.param): nn.Parameter(torch.empty_like(ref.param, device=device), requires_grad=False)
         for ref in site.params
     }
-    holders = {id(module): module for ref in site.params for module, _ in ref.places}
+    for unit in built:  # an initialiser of the whole model must not write to shards that are done
+        unit.expose([ref.param for ref in unit.spec.refs])
     with _Holding(site, real):
-        for module in _initialisable(site, holders):
+        for module in _initialisable(model, site):
             _initialise(model, module)
         missing = [ref.name for ref in site.params if real[id(ref.param)]._version == 0]
+    for unit in built:
+        unit.expose(unit.shards)
     if missing:
         raise SettingsError(
             f"model on the meta device: expected an initialiser for every parameter, found none that writes "
@@ -83,12 +92,15 @@ def _run_initialisers(model: nn.Module, site: Site, device: torch.device) -> dic
     return {key: param.detach() for key, param in real.items()}
 
 
-def _initialisable(site: Site, holders: dict[int, nn.Module]) -> Iterator[nn.Module]:
-    """Modules to initialise, inner ones first, as constructors run."""
-    for module in reversed(list(site.module.modules())):
-        if id(module) in holders:
-            yield holders.pop(id(module))
-    yield from holders.values()  # tied parameters held elsewhere
+def _initialisable(model: nn.Module, site: Site) -> Iterator[nn.Module]:
+    """Modules whose initialisers may write this site's parameters, inner ones first, as constructors run.
+
+    The modules around a holder count too: some set a child's weights, or all of the model's.
+    """
+    holders = {id(module) for ref in site.params for module, _ in ref.places}
+    for module in reversed(list(model.modules())):
+        if any(id(inner) in holders for inner in module.modules()):
+            yield module
 
 
 def _initialise(model: nn.Module, module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -117,7 +118,9 @@ def _find_members(optimizer: Optimizer) -> dict[Boundary, list[tuple[Unit, int]]
 def _check_elementwise(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     reason = next((_REFUSED[base.__name__] for base in kind.__mro__ if base.__name__ in _REFUSED), None)
-    if reason is None and any(base in _ELEMENTWISE for base in kind.__mro__):
+    # A subclass is known only as far as it steps like the class it comes from.
+    known = [base for base in kind.__mro__ if base in _ELEMENTWISE]
+    if reason is None and any(unwrap(kind.step) is unwrap(base.step) for base in known):
         return
     if reason is not None:
         raise SettingsError(
@@ -126,7 +129,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
         )
     raise SettingsError(
         f"{kind.__name__}: expected an optimizer known to update each element from that element alone "
-        f"({', '.join(sorted(known.__name__ for known in _ELEMENTWISE))}), found one mics does not "
+        f"({', '.join(sorted(c.__name__ for c in _ELEMENTWISE))}), found one mics does not "
         "know; if it is "
         f"elementwise, say so once with mics.allow_optimizer({kind.__name__})"
     )

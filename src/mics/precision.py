@@ -56,8 +56,3 @@ class Precision:
     def reduce_dtype(self, param: torch.dtype) -> torch.dtype:
         """The format in which gradients of parameters of format ``param`` travel."""
         return torch.float64 if param is torch.float64 else self.reduce
-
-    @staticmethod
-    def accumulate_dtype(param: torch.dtype) -> torch.dtype:
-        """The format of the gradient shards that collect the micro-steps."""
-        return torch.float64 if param is torch.float64 else torch.float32

@@ -9,10 +9,12 @@ numbers) ends with the backward itself. See "Following autograd" in docs/design.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn as nn
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from mics.errors import MicsError
+from mics.errors import UNCOPYABLE, MicsError
 from mics.unit import Unit
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
@@ -35,8 +37,8 @@ class _Call:
     refers to is freed with the graph at the earliest, and never if it is part of the graph.
     """
 
-    entered: bool = False
-    left: bool = False
+    values: int  # of the parameters' versions in the forward
+    live_in: int = 0  # number of the backward that is inside this call; 0: none
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +61,17 @@ class ScheduledSite:
     num_live: int = 0  # calls whose backward is under way
     reached: bool = False  # by the current backward
     forwards: list[_Forward | None] = field(default_factory=list)  # one for each of ``depth``
-    # Where submodules keep results outside the return value (auxiliary losses); None: not looked yet.
-    side_outputs: list[tuple[dict[str, Any], str]] | None = None
+    # Where submodules may keep results outside the return value (auxiliary losses), and how many attributes
+    # they had when that was last looked for.
+    side_outputs: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    num_attributes: int = -1
+
+    def __post_init__(self) -> None:
+        self.attributes = [module.__dict__ for module in self.module.modules()]
+
+    def values(self) -> int:
+        """A number that changes whenever a parameter of this site does."""
+        return sum(unit.num_edits() for unit in self.units)
 
 
 class Schedule:
@@ -76,15 +87,24 @@ class Schedule:
         self.sites = list(sites)
         self.suspended = False  # while parameters are summoned
         self.digest = 0  # of all gathers and reductions since the last boundary
-        self._units = [unit for site in sites for unit in site.units]
+        self._units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
         self._reduce_unit = reduce
         self._before_root = before_root
         self._depth = 0
         self._in_backward = False
+        self._num_backwards = 0
+        self._ender: ref[_EndOfBackward] | None = None
+        self._sites_of: dict[int, list[ScheduledSite]] = {}  # by unit index
+        for site in sites:
+            for unit in site.units:
+                self._sites_of.setdefault(unit.spec.index, []).append(site)
         self._on_demand: dict[int, Unit] = {}  # units whose parameters are read without calling their module
         for unit in self._units:
             unit.on_access = self._accessed
         self._hooks = [handle for site in self.sites for handle in self._hook(site)]
+
+    def __reduce__(self) -> Any:
+        raise MicsError(UNCOPYABLE)
 
     # -- forward ------------------------------------------------------------------------------------
 
@@ -137,14 +157,13 @@ class Schedule:
         site.depth -= 1
         self._depth -= 1
         # A forward inside a backward is a recomputation: its own backward follows at once.
-        if site.depth == 0 and site.num_live == 0 and not (self._in_backward and watched):
+        if not (self._in_backward and watched):
             self._release(site.units)
         if self._depth == 0 and not self._in_backward:
             self._release(self._on_demand.values())
 
     def _begin_forward(self) -> None:
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._abandon_backward()
+        self._notice_failed_backward()
         if not self._in_backward:
             self._before_root()
 
@@ -159,11 +178,26 @@ class Schedule:
 
     def _watch_inputs(self, site: ScheduledSite, inputs: Any) -> _Forward:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        call = _Call()
+        call = _Call(values=site.values())
         for tensor in watched.values():
-            leave = self._leave_later if tensor.is_leaf else self._leave
-            tensor.register_hook(partial(leave, site, call))
+            if tensor.is_leaf:
+                self._watch_leaf(site, call, tensor)
+            else:
+                tensor.register_hook(partial(self._leave, site, call))
         return _Forward(call, {key: tensor.grad_fn for key, tensor in watched.items()})
+
+    def _watch_leaf(self, site: ScheduledSite, call: _Call, leaf: Tensor) -> None:
+        """Follow an input that is a leaf, as in a reentrant checkpoint's own backward.
+
+        A leaf's gradient has the same rank in autograd's queue as those of parameters, which may still
+        be on their way. They are there when this backward, perhaps one inside another, ends.
+        """
+
+        def later(grad: Tensor) -> None:
+            handle.remove()  # the user may pass the same leaf again and again
+            Variable._execution_engine.queue_callback(partial(self._leave, site, call, grad))
+
+        handle = leaf.register_hook(later)
 
     def _watch_outputs(self, site: ScheduledSite, forward: _Forward, output: Any) -> bool:
         """Have autograd call back before it needs this forward's parameters."""
@@ -177,50 +211,63 @@ class Schedule:
         return bool(watched)
 
     def _side_outputs(self, site: ScheduledSite) -> list[Any]:
-        if site.side_outputs is None:
-            places = [(m.__dict__, name) for m in site.module.modules() for name in m.__dict__]
+        """What submodules keep outside the return value, looked for again when they have new attributes."""
+        num_attributes = sum(len(attributes) for attributes in site.attributes)
+        if num_attributes != site.num_attributes:
+            site.num_attributes = num_attributes
             skip = {"_parameters", "_buffers", "_modules"}
             site.side_outputs = [
                 (attributes, name)
-                for attributes, name in places
-                if name not in skip and any(t.grad_fn is not None for t in _tensors_near(attributes[name]))
+                for attributes in site.attributes
+                for name, value in attributes.items()
+                if name not in skip and _may_hold_tensors(value)
             ]
-        return [attributes.get(name) for attributes, name in site.side_outputs]
+        values = [attributes.get(name) for attributes, name in site.side_outputs]
+        return [tensor for value in values for tensor in _tensors_near(value) if tensor.grad_fn is not None]
 
     def _enter(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
         """A gradient has reached an output of ``call``: its backward begins."""
+        self._notice_failed_backward()
         if not self._in_backward:
             self._begin_backward()
-        if not call.entered or call.left:
-            call.entered, call.left = True, False
+        if torch.is_grad_enabled():
+            raise MicsError(
+                "backward with create_graph=True: expected first-order gradients, found a request "
+                "for gradients "
+                "of gradients, which mics cannot follow; compute that term without the sharded "
+                "model's parameters"
+            )
+        if call.values != site.values():
+            raise MicsError(
+                f"backward through {site.name or 'the model'!r}: expected the parameters of its "
+                "forward, found them "
+                "changed by an optimizer step or an edit since; run backward before the step, or "
+                "forward again"
+            )
+        if call.live_in != self._num_backwards:
+            call.live_in = self._num_backwards
             site.num_live += 1
         site.reached = True
         self._gather(site.units)
 
     def _leave(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
         """The gradient of an input of ``call`` is complete: its backward is over."""
-        if not call.entered or call.left:
+        if not self._in_backward or call.live_in != self._num_backwards:
             return
-        call.left = True
+        call.live_in = 0
         site.num_live -= 1
-        if site.num_live == 0 and site.depth == 0:
-            self._finish(site.units)
-
-    def _leave_later(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
-        """As :meth:`_leave`, for an input that is a leaf, as in a reentrant checkpoint's own backward.
-
-        A leaf's gradient has the same rank in autograd's queue as those of parameters, which may still
-        be on their way. They are there when this backward, perhaps one inside another, ends.
-        """
-        leave = partial(self._leave, site, call, grad)
-        Variable._execution_engine.queue_callback(leave)
+        self._finish(site.units)
 
     def _begin_backward(self) -> None:
         self._in_backward = True
-        Variable._execution_engine.queue_callback(self._end_backward)
+        self._num_backwards += 1
+        ender = _EndOfBackward(self)
+        self._ender = ref(ender)
+        Variable._execution_engine.queue_callback(ender)
         self._gather(self._on_demand.values())
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Reduce and release whatever backward has not been seen to leave."""
         for site in reversed(self.sites):
             for unit in site.units:
                 if unit.has_full_grads() and not (unit.gathered or site.reached):
@@ -230,9 +277,15 @@ class Schedule:
                         "while its parameters were released. Return every tensor that takes part in the loss "
                         "from the module's forward"
                     )
+        for site in self.sites:
             site.num_live, site.reached = 0, False
+        for site in reversed(self.sites):
             self._finish(site.units)
         self._in_backward = False
+
+    def _notice_failed_backward(self) -> None:
+        if self._in_backward and (self._ender is None or self._ender() is None):
+            self._abandon_backward()
 
     def _abandon_backward(self) -> None:
         """The last backward failed half-way: forget what it left."""
@@ -253,18 +306,34 @@ class Schedule:
 
     def _release(self, units: Any) -> None:
         for unit in units:
-            unit.release()
+            if not self._in_use(unit):
+                unit.release()
 
     def _finish(self, units: Sequence[Unit]) -> None:
-        """Backward is through with these units."""
+        """Backward is through with these units, unless another of their sites is still in it."""
         for unit in units:
+            if self._in_use(unit):
+                continue
             if unit.has_full_grads():
                 self._note(unit, 1)
                 self._reduce_unit(unit)
             unit.release()
 
+    def _in_use(self, unit: Unit) -> bool:
+        return any(site.depth or site.num_live for site in self._sites_of[unit.spec.index])
+
     def _note(self, unit: Unit, kind: int) -> None:
         self.digest = (self.digest * 1_000_003 + 2 * unit.spec.index + kind + 1) % _DIGEST_MODULUS
+
+
+class _EndOfBackward:
+    """What autograd calls at the end. It holds the only reference: if this is gone, the backward failed."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __call__(self) -> None:
+        self._schedule.end_backward()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -280,12 +349,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             seen.add(id(item))
             if isinstance(item, Mapping):
                 pending.extend(item.values())
-            elif isinstance(item, Sequence | set | frozenset):
+            elif isinstance(item, list | tuple | set | frozenset | deque):
                 pending.extend(item)
             elif hasattr(item, "__dict__"):
                 pending.extend(vars(item).values())
             elif is_dataclass(item):  # with slots
                 pending.extend(getattr(item, f.name) for f in fields(item))
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    return value is None or isinstance(value, Tensor | list | tuple | set | dict)
 
 
 def _tensors_near(value: Any) -> Iterator[Tensor]:

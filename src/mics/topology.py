@@ -58,12 +58,16 @@ class Topology:
         """The ranks that hold one copy of the model together with ``rank``, in ownership order."""
         return self.partition_groups[self.replica(rank)]
 
+    def piece(self, rank: int) -> int:
+        """Index of the piece of its chunk that ``rank`` owns among the replicas."""
+        return self.replication_group(rank).index(rank)
+
     def replication_groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each chunk, the ranks that own it, in order of replica."""
-        return tuple(zip(*self.partition_groups, strict=True))
+        """For each chunk, the ranks that own it, in order of rank: torch's groups are in that order."""
+        return tuple(tuple(sorted(ranks)) for ranks in zip(*self.partition_groups, strict=True))
 
     def replication_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that own the same chunk as ``rank``, in order of replica."""
+        """The ranks that own the same chunk as ``rank``."""
         return self.replication_groups()[self.chunk(rank)]
 
     def stages(self, rank: int) -> Stages | None:
@@ -133,11 +137,16 @@ def _ownership_order(
     blocks = _blocks_by_node(ranks, node_of)
     num_local = len(blocks[0])
     fills_nodes = len(blocks) > 1 and num_local > 1 and all(len(block) == num_local for block in blocks)
-    if not (hierarchical and fills_nodes):
+    # Nodes whose ranks interleave would need groups that are not in order of rank, which torch sorts.
+    in_order = all(list(peers) == sorted(peers) for peers in zip(*blocks, strict=False))
+    if not (hierarchical and fills_nodes and in_order):
         return tuple(ranks), False
     return tuple(block[local] for local in range(num_local) for block in blocks), True
 
 
 def _blocks_by_node(ranks: Sequence[int], node_of: Sequence[int]) -> list[list[int]]:
-    by_node = sorted(ranks, key=lambda rank: (node_of[rank], rank))
+    first: dict[int, int] = {}  # nodes in order of their first rank
+    for rank in sorted(ranks):
+        first.setdefault(node_of[rank], rank)
+    by_node = sorted(ranks, key=lambda rank: (first[node_of[rank]], rank))
     return [list(block) for _, block in groupby(by_node, key=lambda rank: node_of[rank])]

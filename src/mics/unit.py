@@ -15,6 +15,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from mics.assign import ParamRef
 from mics.comm import Collectives
-from mics.errors import MicsError, SettingsError
+from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.layout import Slot, UnitLayout
 
 
@@ -153,7 +155,17 @@ class Unit:
         self._flat_nbytes = self.flat.untyped_storage().nbytes()
         self._release_memory()
         self._entries = self._install()
+        self._writes_are_lost = not (alone and self.master is self.param_shard and replication.size == 1)
         self._rnns = {id(m): m for ref in spec.refs for m, _ in ref.places if isinstance(m, nn.RNNBase)}
+        for rnn in self._rnns.values():
+            # cuDNN would move the weights to a buffer of its own, away from ``flat``.
+            rnn.flatten_parameters = lambda: None  # type: ignore[method-assign]
+        for ref, shard, full in zip(spec.refs, self.shards, self.full, strict=True):
+            # Marks that users hang on parameters, such as "no weight decay".
+            shard.__dict__.update(ref.param.__dict__)
+            full.__dict__.update(ref.param.__dict__)
+            if spec.trainable:
+                shard.register_hook(partial(_refuse_gradient, ref.name))
         self.expose(self.shards)
 
     # -- parameters ---------------------------------------------------------------------------------
@@ -178,6 +190,7 @@ class Unit:
         if not self.gathered:
             return
         self.gathered = False
+        self._check_unwritten()
         self._release_memory()
         self.expose(self.shards)
 
@@ -196,15 +209,23 @@ class Unit:
                 self._own_params.copy_(self.master)
             if self.share.masters_over_replicas:
                 self._replication.all_gather(self.param_shard, self._own_params, self.label)
-        self._versions = self._count_versions()
+        self._versions = self.num_edits()
+
+    def num_edits(self) -> int:
+        """A number that grows with every write to the masters."""
+        return sum(shard._version for shard in self.shards)
 
     def masters_changed(self) -> bool:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
-        return self._versions != self._count_versions()
+        return self._versions != self.num_edits()
+
+    def __reduce__(self) -> Any:
+        raise MicsError(UNCOPYABLE)
 
     def check_intact(self) -> None:
         """Raise if the optimizer's parameters no longer are the memory of ``master``."""
-        if self.shards[0].untyped_storage().data_ptr() != self.master.untyped_storage().data_ptr():
+        home = self.master.untyped_storage().data_ptr()
+        if any(shard.untyped_storage().data_ptr() != home for shard in self.shards):
             raise MicsError(
                 f"{self.label}: expected its parameters where mics.shard() put them, found them "
                 "replaced, so this step "
@@ -218,7 +239,7 @@ class Unit:
         if self.spec.trainable:
             span = self.share.master_span(self.spec.layout, trainable=True)
             self.master.copy_(flat[span.start : span.stop])
-        self._versions = self._count_versions()
+        self._versions = self.num_edits()
 
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
@@ -276,6 +297,25 @@ class Unit:
         else:
             self._replication.all_reduce(self.grad_shard, self.label)
         self.grad_state = GradState.REDUCED
+
+    def make_reduced(self) -> None:
+        """Bring the gradients to the state after hop 2, zero if there were none."""
+        if self.grad_state is GradState.PARTIAL:
+            self.reduce_over_replicas()
+        if self.grad_state is GradState.EMPTY:
+            self._grad_shard().zero_()
+            self.grad_state = GradState.REDUCED
+
+    def check_unhooked(self, index: int) -> None:
+        """Raise if the user hooked a parameter: autograd never sees shards, so the hook would not run."""
+        shard = self.shards[index]
+        hooks = shard._backward_hooks  # one of them is ours
+        if shard._post_accumulate_grad_hooks or (hooks is not None and len(hooks) > 1):
+            raise MicsError(
+                f"{self.spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
+                "found one, which "
+                "would never run; change gradients between backward and optimizer.step() instead"
+            )
 
     def step_gradient(self) -> Tensor:
         """The part of ``grad_shard`` that the optimizer uses."""
@@ -351,6 +391,20 @@ class Unit:
             )
         full.requires_grad_(shard.requires_grad)
 
+    def _check_unwritten(self) -> None:
+        """Raise if a module wrote to its gathered parameters: that would be lost."""
+        if self._writes_are_lost and any(param._version for param in self.full):
+            names = [ref.name for ref, p in zip(self.spec.refs, self.full, strict=True) if p._version]
+            for param in self.full:
+                torch._C._autograd._unsafe_set_version_counter((param,), (0,))
+            raise MicsError(
+                f"{names[0]}: expected a forward that reads its parameters, found one that wrote to "
+                "it in place "
+                "(as nn.Embedding(max_norm=...) does); the change would be lost, make it in "
+                "mics.summon(model, "
+                "writeback=True)"
+            )
+
     def _release_memory(self) -> None:
         if self._flat_storage is not None:
             self._flat_storage.resize_(0)
@@ -395,5 +449,11 @@ class Unit:
                 entries.append((table, attribute, index))
         return entries
 
-    def _count_versions(self) -> int:
-        return sum(shard._version for shard in self.shards)
+
+def _refuse_gradient(name: str, grad: Tensor) -> None:
+    """Autograd reached this rank's shard: somebody computed with it instead of with the whole parameter."""
+    raise MicsError(
+        f"{name}: expected the loss to depend on parameters through the model's forward alone, found "
+        "this rank's "
+        "shard of it in the loss; compute with the parameter inside a module's forward"
+    )

@@ -57,6 +57,10 @@ class Liveness:
             return f"Dead or stopped: {_name(silent, after)}. "
         if left:
             return f"Left already: {_name(left, after)}. "
+        places = {beat.split("|", 2)[2] for beat in after.values() if beat.count("|") >= 2}
+        kind, label = self._in
+        if places - {f"{kind} of {label}"}:
+            return f"Every rank still answers, but they are not all here: {_name(list(after), after)}. "
         return "Every rank still answers; the network between them may be cut. "
 
     def close(self) -> None:

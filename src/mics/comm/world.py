@@ -44,11 +44,6 @@ class World:
         """What tells this rank's node from others: the launcher's node rank, else the host's name."""
         return os.environ.get("GROUP_RANK") or socket.gethostname()
 
-    def default_partition_size(self) -> int:
-        """One node, if its ranks divide the world; else everybody."""
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return ranks_per_node if self.size % ranks_per_node == 0 else self.size
-
     def backend_device(self, wanted: torch.device | None) -> torch.device:
         """The device that shards live on: ``wanted`` if the collectives reach it, else one they do reach."""
         backends = self._backends()
@@ -111,10 +106,11 @@ class World:
         inter = over("inter", sorted({s.inter for s in stages if s is not None}))
         if stages[self.rank] is not None:
             partition = TwoStageCollectives(intra=intra, inter=inter, counter=counter)
+        replication = over("replication", topology.replication_groups())
+        assert partition.position == topology.chunk(self.rank), "torch ordered a group differently"
+        assert replication.position == topology.piece(self.rank), "torch ordered a group differently"
         return MeshCollectives(
-            partition=partition,
-            replication=over("replication", topology.replication_groups()),
-            world=over("world", [tuple(ranks)]),
+            partition=partition, replication=replication, world=over("world", [tuple(ranks)])
         )
 
     def _backends(self) -> set[str]:
