@@ -526,7 +526,6 @@ SCRIPTS = [
     _freeze_for_a_while,
     _only_some_trained,
     _updated_by_hand,
-    _clamped_through_data,
     _buffers_written,
     _adversaries,
     _odd_parameters,
@@ -538,6 +537,12 @@ SCRIPTS = [
 def test_habits_work_as_in_plain_training(script: Script) -> None:
     """See the script's docstring; sharded three ways, each ends where plain training ends."""
     _assert_same(script)
+
+
+@pytest.mark.xfail(strict=True, reason="torch does not count edits through .data; docs/design.md says so")
+def test_edits_through_data() -> None:
+    """Edits under `no_grad` are noticed (`_updated_by_hand`), those through `.data` are not."""
+    _assert_same(_clamped_through_data)
 
 
 def test_autocast() -> None:
@@ -683,9 +688,8 @@ _IGNORED = [_hooked_before, _hooked_after, _gradients_before, _replaced_paramete
 
 
 @pytest.mark.parametrize("script", _IGNORED, ids=[s.__name__.strip("_") for s in _IGNORED])
-@pytest.mark.xfail(strict=True, reason="not refused yet: has no effect and says nothing")
 def test_what_has_no_effect_is_refused(script: Callable[[], None]) -> None:
-    """Things that work on a plain model and do nothing on a sharded one should say so."""
+    """Things that work on a plain model and would do nothing on a sharded one say so."""
     _refused(run_expecting_error(2, script))
 
 

@@ -220,6 +220,12 @@ def _device_of(model: nn.Module, world: World) -> torch.device:
     """Where shards will live. All parameters must be on one device, and within reach of the collectives."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise SettingsError(
+                f"mics.shard: expected parameters without gradients, found one on {name!r}, which "
+                "would be lost; call "
+                "model.zero_grad() first, or step before sharding"
+            )
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             raise SettingsError(
                 f"mics.shard: expected parameters without hooks, found one on {name!r}, which would "

@@ -179,6 +179,7 @@ class Unit:
         if self._flat_storage is not None:
             self._flat_storage.resize_(self._flat_nbytes)
             self._partition.all_gather(self.flat, self.param_shard, self.label)
+        self._check_held()
         for shard, full in zip(self.shards, self.full, strict=True):
             if shard.requires_grad != full.requires_grad:
                 self._follow_requires_grad(shard, full)
@@ -390,6 +391,17 @@ class Unit:
                 "mics.shard() ran, so there are no masters for them. Set requires_grad before sharding"
             )
         full.requires_grad_(shard.requires_grad)
+
+    def _check_held(self) -> None:
+        """Raise if a module was given another parameter in place of one of ours."""
+        for table, attribute, index in self._entries:
+            if dict.get(table, attribute) is not self.shards[index]:
+                raise MicsError(
+                    f"{self.spec.refs[index].name}: expected the parameter that mics.shard() put "
+                    "there, found another; "
+                    "replace parameters before sharding, or write to them in mics.summon(model, "
+                    "writeback=True)"
+                )
 
     def _check_unwritten(self) -> None:
         """Raise if a module wrote to its gathered parameters: that would be lost."""
