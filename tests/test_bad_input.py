@@ -400,9 +400,9 @@ def _clip(max_norm: Any) -> None:
     mics.clip_grad_norm_(model, max_norm)
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
-def test_bounds_of_clipping(max_norm: float) -> None:
-    """A negative bound and NaN are refused."""
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), "1"])
+def test_bounds_of_clipping(max_norm: Any) -> None:
+    """A negative bound, NaN and a string are refused."""
     _assert_says(run_expecting_error(2, _clip, max_norm), "max_norm")
 
 

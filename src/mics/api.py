@@ -126,7 +126,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     One fused computation, one all-reduce, no waiting on the host.
     """
-    if not max_norm >= 0:
+    if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise SettingsError(f"clip_grad_norm_: expected max_norm >= 0, found {max_norm!r}")
     if not norm_type > 0:
         raise SettingsError(f"clip_grad_norm_: expected norm_type > 0 (or inf), found {norm_type!r}")
