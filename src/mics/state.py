@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -86,29 +87,29 @@ def full_optimizer_state_dict(
     engine = engine_of(model)
     keep = engine.world.rank == 0 or not rank0_only
     result: dict[str, dict[str, Any]] = {}
-    for unit in engine.boundary.trainable:
-        states = [optimizer.state.get(shard, {}) for shard in unit.shards]
-        # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
-        described = [_describe(state, shard) for state, shard in zip(states, unit.shards, strict=True)]
-        everywhere = engine.world.gather_objects(described)
-        keys = sorted(
-            {key for ranks in everywhere for one in ranks for key, kind in one.items() if kind == "sharded"}
-        )
-        for key in keys:
+    units = engine.boundary.trainable
+    states = [[optimizer.state.get(shard, {}) for shard in unit.shards] for unit in units]
+    # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
+    described = [
+        [_describe(state, shard) for state, shard in zip(own, unit.shards, strict=True)]
+        for unit, own in zip(units, states, strict=True)
+    ]
+    everywhere = engine.world.gather_objects(described)
+    for number, (unit, own) in enumerate(zip(units, states, strict=True)):
+        found = [_merged(entries) for entries in zip(*(ranks[number] for ranks in everywhere), strict=True)]
+        for key in sorted({key for entry in found for key, kind in entry.items() if kind is SHARDED}):
             local = torch.zeros_like(unit.master)
-            for state, view in zip(states, unit.views_of(local), strict=True):
+            for state, view in zip(own, unit.views_of(local), strict=True):
                 if key in state:
                     view.copy_(state[key])
-            values = _split(unit, unit.full_of_masters(local))
-            for index, (ref, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
-                if keep and any(key in one[index] for one in everywhere):
-                    result.setdefault(ref.name, {})[key] = value.cpu() if cpu else value.clone()
-        for index, ref in enumerate(unit.spec.refs):
-            whole = [
-                (key, kind) for ranks in everywhere for key, kind in ranks[index].items() if kind != "sharded"
-            ]
-            if keep and whole:
-                result.setdefault(ref.name, {}).update(dict(whole))
+            whole = _split(unit, unit.full_of_masters(local))
+            for entry, value in zip(found, whole, strict=True):
+                if keep and entry.get(key) is SHARDED:
+                    entry[key] = value.cpu() if cpu else value.clone()
+        if keep:
+            result.update(
+                {ref.name: entry for ref, entry in zip(unit.spec.refs, found, strict=True) if entry}
+            )
     return result
 
 
@@ -206,15 +207,29 @@ def _check_shape(name: str, value: Tensor, whole: Tensor) -> None:
         )
 
 
+class _Sharded(Enum):
+    """Stands for a tensor of which each rank has a part."""
+
+    SHARDED = "sharded"
+
+
+SHARDED = _Sharded.SHARDED
+
+
 def _describe(state: Mapping[str, Any], shard: Tensor) -> dict[str, Any]:
-    """Each entry of a parameter's optimizer state: "sharded", or its value where all ranks have the same."""
+    """Each entry of a parameter's optimizer state: SHARDED, or its value where all ranks have the same."""
     return {
-        key: "sharded"
+        key: SHARDED
         if isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0
         else _host(value)
         for key, value in state.items()
         if shard.numel() > 0  # state that some optimizers make for every parameter, and never step here
     }
+
+
+def _merged(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What any rank has of one parameter's state."""
+    return {key: value for one in descriptions for key, value in one.items()}
 
 
 def _host(value: Any) -> Any:
