@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mics.api import clip_grad_norm_, microsteps, shard, traffic
 from mics.comm import Traffic
+from mics.comm.emulated import Emulation, emulate
 from mics.errors import CollectiveError, MicsError, SettingsError
 from mics.optimizer_hooks import allow_optimizer
 from mics.precision import Precision
@@ -14,6 +15,7 @@ from mics.state import (
     load_full_state_dict,
     summon,
 )
+from mics.topology import Cluster, Link
 
 try:
     __version__ = version("mics-torch")
@@ -21,13 +23,17 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+source"
 
 __all__ = [
+    "Cluster",
     "CollectiveError",
+    "Emulation",
+    "Link",
     "MicsError",
     "Precision",
     "SettingsError",
     "Traffic",
     "allow_optimizer",
     "clip_grad_norm_",
+    "emulate",
     "full_gradients",
     "full_optimizer_state_dict",
     "full_state_dict",

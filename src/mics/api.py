@@ -74,7 +74,7 @@ def shard(
             masters on CUDA, and float32 on the CPU.
     """
     world = join_world()
-    nodes = world.gather_objects(world.node_name())
+    nodes = world.node_names()
     settings, error = None, None
     try:
         settings = _check(

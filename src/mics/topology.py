@@ -19,6 +19,49 @@ from mics.errors import SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
+class Link:
+    """One direction of a connection. A message of ``ramp_nbytes`` gets half of the bandwidth."""
+
+    bandwidth: float  # bytes a second
+    latency: float  # seconds a hop
+    ramp_nbytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not self.latency >= 0 or not self.ramp_nbytes >= 0:
+            raise SettingsError(
+                f"link: expected bandwidth > 0, latency >= 0 and ramp_nbytes >= 0, found {self}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes: ranks talk over ``intra`` inside one, and share one ``inter`` uplink to the others.
+
+    ``intra`` is what each rank has for itself, ``inter`` what all ranks of a node have together. Ranks are
+    numbered node by node.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    name: str = "cluster"
+
+    def __post_init__(self) -> None:
+        for field in ("num_nodes", "ranks_per_node"):
+            count = getattr(self, field)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise SettingsError(f"{field}: expected a positive integer, found {count!r}")
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stages:
     """The two process groups a rank uses when its partition group spans whole nodes."""
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from mics.comm.emulated import emulated_cluster
 from mics.comm.group import GroupCollectives
 from mics.comm.liveness import Liveness, start_liveness
 from mics.comm.protocol import Collectives
@@ -40,9 +41,12 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def node_name(self) -> str:
-        """What tells this rank's node from others: the launcher's node rank, else the host's name."""
-        return os.environ.get("GROUP_RANK") or socket.gethostname()
+    def node_names(self) -> list[str]:
+        """For every rank what tells its node from others: the launcher's node rank, else the host's name."""
+        cluster = emulated_cluster()
+        if cluster is not None:
+            return [str(cluster.node_of(rank)) for rank in range(self.size)]
+        return self.gather_objects(os.environ.get("GROUP_RANK") or socket.gethostname())
 
     def backend_device(self, wanted: torch.device | None) -> torch.device:
         """The device that shards live on: ``wanted`` if the collectives reach it, else one they do reach."""
@@ -60,7 +64,8 @@ class World:
 
     def start_liveness(self, device: torch.device) -> None:
         """Start this rank's heartbeat, once."""
-        if self.default_group is None or self.size == 1 or self.liveness is not None:
+        alone = self.default_group is None or self.size == 1 or emulated_cluster() is not None
+        if alone or self.liveness is not None:
             return
         store = _get_default_store()
         self.liveness = start_liveness(

@@ -1,0 +1,119 @@
+"""Clusters by name, and from a file.
+
+Bandwidths are those of the public data sheets, one direction. Latencies and ramps are on no data sheet: they
+are round figures of the kind that collective benchmarks report for the fabric. Put your own in a file::
+
+    # my.yaml
+    num_nodes: 16
+    ranks_per_node: 8
+    intra: {bandwidth: 300e9, latency: 3e-6}                       # bytes a second for each rank, seconds
+    inter: {bandwidth: 50e9, latency: 20e-6, ramp_nbytes: 65536}   # bytes a second for the whole node
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import yaml
+
+from mics.errors import SettingsError
+from mics.topology import Cluster, Link
+
+_GBIT: Final = 1e9 / 8
+_NVLINK_RAMP: Final = 64 * 1024
+_NETWORK_RAMP: Final = 64 * 1024
+
+
+def _nvlink(gb_per_second: float) -> Link:
+    """Data sheets count both directions of a GPU's NVLinks together: half of it is one direction."""
+    return Link(bandwidth=gb_per_second * 1e9 / 2, latency=3e-6, ramp_nbytes=_NVLINK_RAMP)
+
+
+def _efa(gbit_per_second: float) -> Link:
+    return Link(bandwidth=gbit_per_second * _GBIT, latency=20e-6, ramp_nbytes=_NETWORK_RAMP)
+
+
+def _infiniband(gbit_per_second: float) -> Link:
+    return Link(bandwidth=gbit_per_second * _GBIT, latency=5e-6, ramp_nbytes=_NETWORK_RAMP)
+
+
+def _node(name: str, intra: Link, inter: Link) -> Cluster:
+    return Cluster(name=name, num_nodes=1, ranks_per_node=8, intra=intra, inter=inter)
+
+
+PRESETS: Final = MappingProxyType(
+    {
+        node.name: node
+        for node in (
+            # 8 V100 32 GB, NVLink 300 GB/s a GPU, 100 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p3
+            _node("p3dn.24xlarge", _nvlink(300), _efa(100)),
+            # 8 A100 40 GB, NVSwitch 600 GB/s a GPU, 400 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p4
+            _node("p4d.24xlarge", _nvlink(600), _efa(400)),
+            # The same with A100 80 GB.
+            _node("p4de.24xlarge", _nvlink(600), _efa(400)),
+            # 8 H100 80 GB, NVSwitch 900 GB/s a GPU, 3200 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p5
+            _node("p5.48xlarge", _nvlink(900), _efa(3200)),
+            # 8 H100 80 GB, NVLink 900 GB/s a GPU, 8 ConnectX-7 of 400 Gbit/s: NVIDIA DGX H100 data sheet
+            _node("dgx-h100", _nvlink(900), _infiniband(3200)),
+        )
+    }
+)
+
+
+def find_cluster(description: str, *, num_nodes: int | None = None) -> Cluster:
+    """The cluster that ``NAME:NODES``, ``NAME`` or ``FILE.yaml`` (also ``FILE.yaml:NODES``) stands for."""
+    name, _, count = description.partition(":")
+    if count:
+        if not count.isdecimal() or int(count) < 1:
+            raise SettingsError(
+                f"cluster {description!r}: expected a number of nodes after the colon, found {count!r}"
+            )
+        num_nodes = int(count)
+    if name.endswith((".yaml", ".yml")):
+        cluster = _read(Path(name))
+    elif name in PRESETS:
+        cluster = PRESETS[name]
+    else:
+        raise SettingsError(
+            f"cluster {description!r}: expected one of {', '.join(PRESETS)} or a .yaml file, each with an "
+            f"optional :NODES; found {name!r}"
+        )
+    return cluster if num_nodes is None else replace(cluster, num_nodes=num_nodes)
+
+
+def _read(path: Path) -> Cluster:
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cluster file {path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cluster file {path}: expected YAML, found: {error}") from error
+    described = _checked(path, "the file", found, Cluster, required={"ranks_per_node", "intra", "inter"})
+    for link in ("intra", "inter"):
+        values = _checked(path, link, described[link], Link, required={"bandwidth", "latency"})
+        described[link] = Link(**{key: _number(path, f"{link}.{key}", values[key]) for key in values})
+    described.setdefault("num_nodes", 1)
+    described.setdefault("name", path.stem)
+    return Cluster(**described)
+
+
+def _checked(path: Path, where: str, found: Any, wanted: type, *, required: set[str]) -> dict[str, Any]:
+    known = {field.name for field in fields(wanted)}
+    if not isinstance(found, Mapping) or not required <= set(found) <= known:
+        keys = sorted(map(str, found)) if isinstance(found, Mapping) else repr(found)
+        raise SettingsError(
+            f"cluster file {path}: expected {where} to have {sorted(required)} and at most {sorted(known)}, "
+            f"found {keys}"
+        )
+    return dict(found)
+
+
+def _number(path: Path, where: str, value: Any) -> float:
+    try:  # YAML reads 50e9 as text because it has no dot
+        return float(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"cluster file {path}: expected a number for {where}, found {value!r}") from None

@@ -1,0 +1,384 @@
+"""A process group whose other members are imagined.
+
+Each of them is taken to hold much the same as this rank: a gather repeats this rank's part, times a factor
+near plus or minus one where that makes sense; a sum multiplies it. What comes from one particular other rank
+is a copy of this rank's own where there is one, else zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import ReduceOp
+
+from mics.comm.emulated.fabric import Call, Fabric
+from mics.cost import Kind, Span
+
+NAME = "emulated"
+
+_ProcessGroup: Any = dist.ProcessGroup  # its annotations list every form of every call
+
+
+class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
+    """The collectives of ``torch.distributed`` over an emulated cluster.
+
+    torch 2.13 renamed the single-tensor forms; both names are here.
+    """
+
+    def __init__(self, fabric: Fabric, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))
+        self._fabric = fabric
+        self._span = Span.of(fabric.cluster, ranks)
+        # Asynchronous collectives run on these, in order.
+        self._stream: torch.cuda.Stream | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._gathering: list[tuple[Kind, int, Callable[[], None], list[Tensor], list[Tensor]]] | None = None
+        self._factors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._sent: dict[tuple[torch.dtype, int], Tensor] = {}  # small host tensors: pickled objects
+        self.options = SimpleNamespace(_timeout=timeout)
+        self.supports_splitting = False
+        self.supports_coalescing = True
+        self.bound_device_id = None
+
+    # -- what torch asks of a group ---------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> EmulatedGroup:
+        return self
+
+    def shutdown(self) -> None:
+        """Let the thread end; nothing else is open."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def abort(self) -> None:
+        """Nothing is open."""
+
+    # -- gathers ----------------------------------------------------------------------------------
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self._run(
+            Kind.ALL_GATHER, output, lambda: self._spread(output, input), [output], [input], opts
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        def write() -> None:
+            for output, own in zip(outputs, inputs, strict=True):
+                self._spread(output, own)
+
+        return self._run(Kind.ALL_GATHER, outputs, write, outputs, inputs, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        def write() -> None:
+            for parts, own in zip(outputs, inputs, strict=True):
+                for part in parts:
+                    part.copy_(_like(own, part))
+
+        flat = [part for parts in outputs for part in parts]
+        return self._run(Kind.ALL_GATHER, flat, write, flat, inputs, opts)
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        # Here each inner list is one rank's, not one tensor's.
+        def write() -> None:
+            for parts in outputs:
+                for part, own in zip(parts, inputs, strict=True):
+                    part.copy_(own)
+
+        flat = [part for parts in outputs for part in parts]
+        return self._run(Kind.ALL_GATHER, flat, write, flat, inputs, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        def write() -> None:
+            for parts, own in zip(outputs, inputs, strict=False):
+                for part in parts:
+                    part.copy_(own)
+
+        flat = [part for parts in outputs for part in parts]
+        nbytes = self.size() * _nbytes(inputs)
+        return self._run(Kind.GATHER, nbytes, write, flat, inputs, opts)
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        def write() -> None:
+            _reduce(output, _own_part(input, output, self.rank()), self.size(), opts)
+
+        return self._run(Kind.REDUCE_SCATTER, input, write, [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        def write() -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                _reduce(output, _own_part(whole, output, self.rank()), self.size(), opts)
+
+        return self._run(Kind.REDUCE_SCATTER, inputs, write, outputs, inputs, opts)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        def write() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                _reduce(output, parts[self.rank()], self.size(), opts)
+
+        flat = [part for parts in inputs for part in parts]
+        return self._run(Kind.REDUCE_SCATTER, flat, write, outputs, flat, opts)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        def write() -> None:
+            for tensor in tensors:
+                _reduce(tensor, tensor, self.size(), opts)
+
+        return self._run(Kind.ALL_REDUCE, tensors, write, tensors, [], opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        def write() -> None:
+            if opts is None or opts.rootRank == self.rank():
+                for tensor in tensors:
+                    _reduce(tensor, tensor, self.size(), opts)
+
+        return self._run(Kind.REDUCE, tensors, write, tensors, [], opts)
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._run(Kind.BROADCAST, tensors, _nothing, tensors, [], opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        def write() -> None:
+            for output, parts in zip(outputs, inputs, strict=False):
+                output.copy_(parts[self.rank()])
+
+        nbytes = self.size() * _nbytes(outputs)
+        return self._run(Kind.SCATTER, nbytes, write, outputs, [], opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        def write() -> None:
+            rows = input_splits or [input.shape[0] // self.size()] * self.size()
+            first = sum(rows[: self.rank()])
+            _fill(output, input[first : first + rows[self.rank()]])
+
+        return self._run(Kind.ALL_TO_ALL, input, write, [output], [input], opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        def write() -> None:
+            for output in outputs:
+                _fill(output, inputs[self.rank()])
+
+        return self._run(Kind.ALL_TO_ALL, inputs, write, outputs, inputs, opts)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                self._sent[tensor.dtype, tensor.numel()] = tensor.clone()
+        return self._run(Kind.SEND, tensors, _nothing, tensors, [], None)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
+        def write() -> None:
+            for tensor in tensors:
+                sent = self._sent.get((tensor.dtype, tensor.numel()))
+                if sent is None:
+                    tensor.zero_()
+                else:
+                    tensor.copy_(sent.view_as(tensor))
+
+        return self._run(Kind.RECV, tensors, write, tensors, [], None)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        return self.recv(tensors, 0, tag)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        token = torch.zeros(1)
+        return self._run(Kind.BARRIER, 0, _nothing, [token], [], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.barrier().wait()
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._gathering = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """One collective for all that were called since the start: one latency, the bytes of all."""
+        calls, self._gathering = self._gathering or [], None
+        if not calls:
+            return self._run(Kind.BARRIER, 0, _nothing, [torch.zeros(1)], [], None)
+
+        def write() -> None:
+            for _, _, one, _, _ in calls:
+                one()
+
+        outputs = [tensor for _, _, _, of_call, _ in calls for tensor in of_call]
+        inputs = [tensor for _, _, _, _, of_call in calls for tensor in of_call]
+        # Sends and receives of one batch use both directions of the link at once: the larger counts.
+        by_kind = {kind: sum(n for of, n, *_ in calls if of is kind) for kind, *_ in calls}
+        kind = max(by_kind, key=lambda found: by_kind[found])
+        return self._run(kind, by_kind[kind], write, outputs, inputs, None)
+
+    def _run(
+        self,
+        kind: Kind,
+        size: Tensor | Sequence[Tensor] | int,
+        write: Callable[[], None],
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
+    ) -> dist.Work:
+        """Charge ``kind`` over ``size`` (bytes, or tensors that have them); ``write`` brings the data."""
+        nbytes = size if isinstance(size, int) else _nbytes([size] if isinstance(size, Tensor) else size)
+        if self._gathering is not None:
+            self._gathering.append((kind, nbytes, write, outputs, inputs))
+            return _Later()
+        price = self._fabric.price(kind, self._span, nbytes)
+        call = Call(kind=kind, group=self._desc, span=self._span, nbytes=nbytes, cost=price)
+        with torch.no_grad():
+            device = next(tensor.device for tensor in (*outputs, *inputs))
+            asynchronous = getattr(opts, "asyncOp", True)
+            if device.type != "cuda":
+                return self._fabric.on_host(
+                    call, write, outputs, self._side_thread() if asynchronous else None
+                )
+            side = self._side_stream(device) if asynchronous else None
+            return self._fabric.on_device(call, write, outputs, inputs, device, side)
+
+    def _spread(self, output: Tensor, own: Tensor) -> None:
+        """``output`` = ``own`` at this rank's place, and at the others' places something like it."""
+        if own.numel() == 0:
+            return
+        rows, part = output.view(self.size(), -1), own.reshape(-1)
+        here = self.rank()
+        in_place = rows[here].data_ptr() == part.data_ptr()
+        places = [slice(0, here), slice(here + 1, None)] if in_place else [slice(None)]
+        for place in places:
+            if own.dtype.is_floating_point and own.dtype.itemsize > 1:
+                torch.mul(part, self._factors_of(own)[place], out=rows[place])
+            else:
+                rows[place].copy_(part.expand_as(rows[place]))
+
+    def _factors_of(self, own: Tensor) -> Tensor:
+        """One a member, [size, 1]. Equal rows of a weight would cancel to zeros, which multiply faster."""
+        key = own.dtype, own.device
+        if key not in self._factors:
+            generator = torch.Generator().manual_seed(self.size())
+            factors = torch.empty(self.size(), 1).uniform_(0.75, 1.25, generator=generator)
+            factors[torch.rand(self.size(), generator=generator) < 0.5] *= -1
+            factors[self.rank()] = 1
+            self._factors[key] = factors.to(own)
+        return self._factors[key]
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def _side_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mics-emulated")
+        return self._thread
+
+
+class _Later(dist.Work):
+    """Stands for a call inside a coalesced region: the region's own work is the one to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _fill(output: Tensor, source: Tensor) -> None:
+    """Fill ``output`` with what is in ``source``, repeated or cut to fit."""
+    flat, part = output.view(-1), source.reshape(-1)
+    if part.numel() == 0:
+        flat.zero_()
+        return
+    count = math.ceil(flat.numel() / part.numel())
+    flat.copy_(part.repeat(count)[: flat.numel()] if count != 1 else part[: flat.numel()])
+
+
+def _like(own: Tensor, part: Tensor) -> Tensor:
+    """``own``, or zeros, in the shape of ``part``: members may contribute different sizes."""
+    return own if own.numel() == part.numel() else torch.zeros_like(part)
+
+
+def _own_part(whole: Tensor, output: Tensor, rank: int) -> Tensor:
+    numel = output.numel()
+    return whole.reshape(-1)[rank * numel : (rank + 1) * numel].view(output.shape)
+
+
+def _reduce(output: Tensor, own: Tensor, size: int, opts: Any) -> None:
+    """``output`` = ``own`` reduced over ``size`` equal members."""
+    op = getattr(opts, "reduceOp", ReduceOp.SUM)
+    if op == ReduceOp.SUM and own.dtype != torch.bool:
+        torch.mul(own, size, out=output)
+    elif op == ReduceOp.PRODUCT:
+        torch.pow(own, size, out=output)
+    elif op == ReduceOp.BXOR:
+        torch.mul(own, size % 2, out=output)
+    elif output.data_ptr() != own.data_ptr():
+        output.copy_(own)  # average, minimum, maximum, and, or: of equals

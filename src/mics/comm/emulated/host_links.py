@@ -1,0 +1,35 @@
+"""Links of a cluster on the host's clock: for tensors on the CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from mics.comm.emulated.log import Times
+from mics.cost import Cost
+
+
+class HostLinks:
+    """Grants each collective its turn on the links it uses, first come, first served."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._free_at = {"intra": 0.0, "inter": 0.0}
+
+    def reserve(self, cost: Cost) -> Times:
+        """The moments at which a collective that is issued now starts and ends."""
+        with self._lock:
+            arrival = self._clock()
+            busy = {"intra": cost.intra_seconds, "inter": cost.inter_seconds}
+            start = max([arrival, *(self._free_at[link] for link, seconds in busy.items() if seconds > 0)])
+            for link, seconds in busy.items():
+                if seconds > 0:
+                    self._free_at[link] = start + seconds
+        return Times(arrival=arrival, start=start, end=start + cost.seconds)
+
+    def wait_until(self, end: float) -> None:
+        """Return at ``end`` on the clock: sleep most of the way, then look."""
+        while (left := end - self._clock()) > 0:
+            time.sleep(left - 100e-6 if left > 300e-6 else 0.0)
