@@ -3,8 +3,8 @@
 Each collective is two kernels of one thread on the stream it runs on. The first notes when the stream got
 there, takes the next free moment of the links it uses and books them; the second spins until its end. What
 the collective writes goes between the two, so that copying counts as part of the transfer. The bookings are
-in device memory, so collectives of different streams queue for a link in the order in which the GPU reaches
-them. The clock is the GPU's global nanosecond timer: processor clocks change with load.
+in device memory, one queue a link as in `HostLinks`, so collectives of different streams take turns in the
+order in which the GPU reaches them. The clock is the GPU's global nanosecond timer: processor clocks change with load.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ static __device__ i64 now() {
   return (i64)time;
 }
 
+static __device__ i64 book(volatile i64* free_at, i64 arrival, i64 duration) {
+  if (duration <= 0) return arrival;
+  i64 start = *free_at > arrival ? *free_at : arrival;
+  *free_at = start + duration;
+  return start;
+}
+
 // state: lock, intra link free at, inter link free at.  row: arrival, start, end.
 extern "C" __global__ void mics_link_reserve(volatile i64* state, i64* row, i64 intra, i64 inter) {
   while (atomicCAS((u64*)state, 0ull, 1ull) != 0ull) {}
   __threadfence();
   i64 arrival = now();
-  i64 start = arrival;
-  if (intra > 0 && state[1] > start) start = state[1];
-  if (inter > 0 && state[2] > start) start = state[2];
-  if (intra > 0) state[1] = start + intra;
-  if (inter > 0) state[2] = start + inter;
+  i64 intra_start = book(&state[1], arrival, intra);
+  i64 inter_start = book(&state[2], arrival, inter);
+  i64 intra_end = intra_start + intra;
+  i64 inter_end = inter_start + inter;
   row[0] = arrival;
-  row[1] = start;
-  row[2] = start + (intra > inter ? intra : inter);
+  row[1] = inter > 0 ? inter_start : intra_start;
+  row[2] = intra_end > inter_end ? intra_end : inter_end;
   __threadfence();
   atomicExch((u64*)state, 0ull);
 }

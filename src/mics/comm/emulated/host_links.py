@@ -11,7 +11,11 @@ from mics.cost import Cost
 
 
 class HostLinks:
-    """Grants each collective its turn on the links it uses, first come, first served."""
+    """Grants each collective its turn on the links it uses, first come, first served.
+
+    Each link has a queue of its own: a collective that waits for the uplink does not keep others from the
+    links inside the node, it only takes its bytes' time on them.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -22,12 +26,17 @@ class HostLinks:
         """The moments at which a collective that is issued now starts and ends."""
         with self._lock:
             arrival = self._clock()
-            busy = {"intra": cost.intra_seconds, "inter": cost.inter_seconds}
-            start = max([arrival, *(self._free_at[link] for link, seconds in busy.items() if seconds > 0)])
-            for link, seconds in busy.items():
-                if seconds > 0:
-                    self._free_at[link] = start + seconds
-        return Times(arrival=arrival, start=start, end=start + cost.seconds)
+            intra = self._book("intra", arrival, cost.intra_seconds)
+            inter = self._book("inter", arrival, cost.inter_seconds)
+        start = (inter if cost.inter_seconds > 0 else intra)[0]
+        return Times(arrival=arrival, start=start, end=max(intra[1], inter[1]))
+
+    def _book(self, link: str, arrival: float, seconds: float) -> tuple[float, float]:
+        if seconds <= 0:
+            return arrival, arrival
+        start = max(arrival, self._free_at[link])
+        self._free_at[link] = start + seconds
+        return start, start + seconds
 
     def wait_until(self, end: float) -> None:
         """Return at ``end`` on the clock: sleep most of the way, then look."""
