@@ -152,7 +152,9 @@ def main() -> None:
             f"{found:>11.1f} us  {error:>+8.1f} us {100 * error / expected:>+7.2f}%"
         )
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{name}: worst error is {worst:.2f} of the allowed 5% or 5 us; {host_us:.1f} us of host time a call")
+    print(
+        f"{name}: worst error is {worst:.2f} of the allowed 5% or 5 us; {host_us:.1f} us of host time a call"
+    )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

@@ -35,7 +35,25 @@ def _train(args: Sequence[str]) -> int:
     return 0
 
 
+def _bench(args: Sequence[str]) -> int:
+    from mics.bench.command import bench
+
+    return bench(args)
+
+
+def _emulate(args: Sequence[str]) -> int:
+    from mics.bench.command import emulate
+
+    return emulate(args)
+
+
 COMMANDS: Final = {
+    "bench": Command(
+        summary="compare systems on an emulated cluster, on namespace hosts or on ranks", run=_bench
+    ),
+    "emulate": Command(
+        summary="train as rank 0 of a cluster that is not there; where time goes", run=_emulate
+    ),
     "train": Command(summary="train a GPT on a text; starts its own ranks if no launcher did", run=_train),
 }
 

@@ -1,5 +1,7 @@
 """The reference GPT: its arithmetic, its behaviour, and that it can be built on the meta device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,12 +68,26 @@ def test_it_is_causal() -> None:
     assert not torch.equal(before[:, 5:], after[:, 5:])
 
 
-def test_position_matters() -> None:
-    """Attention alone cannot tell an order; the rotary angles do."""
-    model = GPT(TINY).eval()
+@pytest.mark.parametrize("rotary", [True, False])
+def test_position_matters(rotary: bool) -> None:
+    """Attention alone cannot tell an order; the positions do."""
+    config = replace(TINY, rotary=rotary)
+    model = GPT(config).eval()
+    assert sum(param.numel() for param in model.parameters()) == config.num_parameters
     tokens = torch.tensor([[1, 2, 3, 4]])
     swapped = torch.tensor([[2, 1, 3, 4]])
     assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1])
+
+
+def test_it_can_look_both_ways() -> None:
+    """Without causality a later token changes what was said before it, and attention costs twice as much."""
+    config = replace(TINY, causal=False)
+    model, tokens = GPT(config).eval(), _tokens(1, 8)
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % TINY.vocab_size
+    assert not torch.equal(model(tokens)[:, :5], model(changed)[:, :5])
+    attention = 6 * TINY.num_layers * TINY.seq_len * TINY.hidden_size
+    assert config.flops_per_token - TINY.flops_per_token == attention
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_logits() -> None:

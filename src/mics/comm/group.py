@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mics.comm.emulated.group import EmulatedGroup
 from mics.comm.liveness import Liveness
 from mics.comm.traffic import TrafficCounter
 from mics.errors import CollectiveError
@@ -44,6 +45,7 @@ class GroupCollectives:
         self._liveness = liveness
         self._size = 1 if group is None else dist.get_world_size(group)
         self._position = 0 if group is None else dist.get_rank(group)
+        self._over_gloo = not isinstance(group, EmulatedGroup)  # as far as CPU tensors go
         self._staging: Tensor | None = None  # uint8 [largest buffer exchanged], gloo only
 
     @property
@@ -65,7 +67,7 @@ class GroupCollectives:
                 out.copy_(shard)
             return
         self._count("all_gather", (self._size - 1) * _nbytes(shard))
-        if out.device.type == "cpu":
+        if self._is_gloo(out):
             # As bytes: gloo does not know every format, and moving data needs none.
             self._call("all-gather", label, _all_gather, _bytes(out), _bytes(shard))
         else:
@@ -77,7 +79,7 @@ class GroupCollectives:
                 out.copy_(buffer)
             return
         self._count("reduce_scatter", (self._size - 1) * _nbytes(out))
-        if buffer.device.type == "cpu":
+        if self._is_gloo(buffer):
             self._ordered_reduce_scatter(out, buffer, label)
         else:
             self._call("reduce-scatter", label, _reduce_scatter, out, buffer)
@@ -86,7 +88,7 @@ class GroupCollectives:
         if self._size == 1:
             return
         self._count("all_reduce", 2 * (self._size - 1) * _nbytes(tensor) // self._size)
-        if tensor.device.type == "cpu" and not maximum and tensor.numel() % self._size == 0:
+        if self._is_gloo(tensor) and not maximum and tensor.numel() % self._size == 0:
             own = tensor.view(self._size, -1)[self._position]
             self._ordered_reduce_scatter(own, tensor, label)
             self._call("all-gather", label, _all_gather, _bytes(tensor), _bytes(own))
@@ -98,7 +100,7 @@ class GroupCollectives:
         if self._size == 1 or tensor.numel() == 0:
             return
         self._count("broadcast", _nbytes(tensor) if self._position == 0 else 0)
-        data = _bytes(tensor) if tensor.device.type == "cpu" else tensor
+        data = _bytes(tensor) if self._is_gloo(tensor) else tensor
         self._call("broadcast", label, dist.broadcast, data, group_src=0)
 
     def _ordered_reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
@@ -111,6 +113,9 @@ class GroupCollectives:
         for chunk in others:
             total += chunk
         out.copy_(total)
+
+    def _is_gloo(self, tensor: Tensor) -> bool:
+        return self._over_gloo and tensor.device.type == "cpu"
 
     def _staged(self, like: Tensor) -> Tensor:
         nbytes = _nbytes(like)

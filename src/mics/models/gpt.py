@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm blocks in an ``nn.ModuleList``, rotary positions, one fused causal attention.
+"""A small GPT: pre-norm blocks in an ``nn.ModuleList``, rotary or learned positions, one fused attention.
 
 It may be built on the ``meta`` device: every module that holds parameters has ``reset_parameters``, and
 there are no buffers (the rotary angles are computed in the forward), so nothing is left uninitialised.
@@ -24,6 +24,10 @@ class GPTConfig:
     dropout: float = 0.0
     tie_weights: bool = False
     """Use one matrix for the token embedding and the output head."""
+    causal: bool = True
+    """Each token sees those before it; False: all of them, as in BERT."""
+    rotary: bool = True
+    """Positions turn queries and keys; False: a learned vector a position is added to the tokens."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "hidden_size", "vocab_size", "seq_len"):
@@ -46,18 +50,19 @@ class GPTConfig:
     def num_parameters(self) -> int:
         """All parameters; equal to the sum over the module's own."""
         embedding = 0 if self.tie_weights else self.vocab_size * self.hidden_size
+        positions = 0 if self.rotary else self.seq_len * self.hidden_size
         norms = (2 * self.num_layers + 1) * 2 * self.hidden_size  # each a weight and a bias
-        return self.num_matmul_parameters + embedding + norms
+        return self.num_matmul_parameters + embedding + positions + norms
 
     @property
     def flops_per_token(self) -> int:
         """Model FLOPs of one forward and backward per token, recomputation not counted.
 
         Every multiplied parameter costs 2 FLOPs forward and 4 backward. Attention costs 4 s h a layer forward
-        (queries times keys, weights times values), halved because a causal token sees half the keys on
-        average, and twice that again backward.
+        (queries times keys, weights times values), and twice that again backward; a causal token sees half
+        the keys on average.
         """
-        attention = 6 * self.num_layers * self.seq_len * self.hidden_size
+        attention = (6 if self.causal else 12) * self.num_layers * self.seq_len * self.hidden_size
         return 6 * self.num_matmul_parameters + attention
 
 
@@ -99,24 +104,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+    """Self-attention."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.dropout = config.dropout
+        self.causal = config.causal
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.out = Linear(config.hidden_size, config.hidden_size, std=_residual_std(config))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         batch_size, num_tokens, hidden_size = x.shape
         heads = self.qkv(x).view(batch_size, num_tokens, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, head, token, head_size]
+        if angles is not None:
+            query, key = rotate(query, *angles), rotate(key, *angles)
         mixed = F.scaled_dot_product_attention(
-            rotate(query, cos, sin),
-            rotate(key, cos, sin),
+            query,
+            key,
             value,
-            is_causal=True,
+            is_causal=self.causal,
             dropout_p=self.dropout if self.training else 0.0,
         )
         output: Tensor = self.out(mixed.transpose(1, 2).reshape(batch_size, num_tokens, hidden_size))
@@ -135,8 +143,8 @@ class Block(nn.Module):
         self.down = Linear(4 * config.hidden_size, config.hidden_size, std=_residual_std(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), angles))
         hidden = F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
         output: Tensor = x + self.dropout(self.down(hidden))
         return output
@@ -149,6 +157,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = None if config.rotary else Embedding(config.seq_len, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
@@ -164,10 +173,15 @@ class GPT(nn.Module):
                 f"tokens: expected at most seq_len={self.config.seq_len} a row, found {num_tokens}"
             )
         head_size = self.config.hidden_size // self.config.num_heads
-        x = self.dropout(self.embedding(tokens))
-        cos, sin = rotary_angles(num_tokens, head_size, dtype=x.dtype, device=x.device)
+        x = self.embedding(tokens)
+        angles = None
+        if self.positions is None:
+            angles = rotary_angles(num_tokens, head_size, dtype=x.dtype, device=x.device)
+        else:
+            x = x + self.positions(torch.arange(num_tokens, device=tokens.device))
+        x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, angles)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits

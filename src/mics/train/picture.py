@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -10,33 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from mics.picture_style import BLUE, GREEN, ORANGE, STYLE
 from mics.train.display import format_nbytes
 from mics.train.metrics import Measurement
-
-_INK: Final = "#22303c"
-_BLUE: Final = "#2f6db5"
-_ORANGE: Final = "#e07b39"
-_GREEN: Final = "#3f9b7a"
-_GRID: Final = "#dfe4e8"
-
-_STYLE: Final[dict[Any, Any]] = {
-    "font.size": 10.0,
-    "axes.titlesize": 11.0,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "legend.frameon": False,
-}
 
 
 def draw_run(
@@ -48,7 +23,7 @@ def draw_run(
     on_gpu: bool,
 ) -> None:
     """Write the picture of a run as a PNG. Needs no screen."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11.0, 5.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         FigureCanvasAgg(figure)
         axes = figure.subplot_mosaic([["loss", "memory"], ["loss", "bytes"]], width_ratios=[1.5, 1.0])
@@ -64,15 +39,15 @@ def _draw_loss(
 ) -> None:
     steps = [measurement.step for measurement in measurements]
     losses = [measurement.loss for measurement in measurements]
-    axes.plot(steps, losses, color=_BLUE, linewidth=2, label="training")
+    axes.plot(steps, losses, color=BLUE, linewidth=2, label="training")
     axes.annotate(
-        f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (6, -10), textcoords="offset points", color=_BLUE
+        f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (6, -10), textcoords="offset points", color=BLUE
     )
     if validations:
         at, values = zip(*validations, strict=True)
-        axes.plot(at, values, color=_ORANGE, linewidth=1.2, marker="o", markersize=5, label="validation")
+        axes.plot(at, values, color=ORANGE, linewidth=1.2, marker="o", markersize=5, label="validation")
         axes.annotate(
-            f"{values[-1]:.2f}", (at[-1], values[-1]), (6, 4), textcoords="offset points", color=_ORANGE
+            f"{values[-1]:.2f}", (at[-1], values[-1]), (6, 4), textcoords="offset points", color=ORANGE
         )
     axes.set_title("Loss")
     axes.set_xlabel("step")
@@ -85,8 +60,8 @@ def _draw_memory(axes: Axes, measurements: Sequence[Measurement], *, on_gpu: boo
     steps = [measurement.step for measurement in measurements]
     scale = 1e9 if max(measurement.memory_nbytes for measurement in measurements) >= 1e9 else 1e6
     memory = [measurement.memory_nbytes / scale for measurement in measurements]
-    axes.fill_between(steps, memory, color=_GREEN, alpha=0.25, linewidth=0)
-    axes.plot(steps, memory, color=_GREEN, linewidth=2)
+    axes.fill_between(steps, memory, color=GREEN, alpha=0.25, linewidth=0)
+    axes.plot(steps, memory, color=GREEN, linewidth=2)
     axes.set_ylim(0, max(memory) * 1.15)
     axes.set_title(
         "Memory of rank 0: peak of its tensors" if on_gpu else "Memory of rank 0: the whole process"
@@ -99,8 +74,8 @@ def _draw_bytes(axes: Axes, measurements: Sequence[Measurement]) -> None:
     """One bar for each kind of group: steps are alike, so their mean says more than a flat line."""
     later = measurements[1:] or measurements  # the first one holds what happens only once
     bars = (
-        ("inside the\npartition group", _BLUE, [measurement.partition_nbytes for measurement in later]),
-        ("across the\nreplication group", _ORANGE, [measurement.replication_nbytes for measurement in later]),
+        ("inside the\npartition group", BLUE, [measurement.partition_nbytes for measurement in later]),
+        ("across the\nreplication group", ORANGE, [measurement.replication_nbytes for measurement in later]),
     )
     means = [sum(values) / len(values) for _, _, values in bars]
     axes.barh([name for name, _, _ in bars], means, color=[color for _, color, _ in bars], height=0.55)

@@ -4,7 +4,8 @@ Each collective is two kernels of one thread on the stream it runs on. The first
 there, takes the next free moment of the links it uses and books them; the second spins until its end. What
 the collective writes goes between the two, so that copying counts as part of the transfer. The bookings are
 in device memory, one queue a link as in `HostLinks`, so collectives of different streams take turns in the
-order in which the GPU reaches them. The clock is the GPU's global nanosecond timer: processor clocks change with load.
+order in which the GPU reaches them. The clock is the GPU's global nanosecond timer: processor clocks change
+with load.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -47,6 +48,15 @@ class Emulation:
     def blocked(self) -> list[tuple[float, float]]:
         """On the CPU: when this process stood still for a collective, as (from, to) in seconds."""
         return self._fabric.blocked()
+
+    @contextmanager
+    def free(self) -> Iterator[None]:
+        """Inside, collectives take no time: what is left is the cost of issuing them."""
+        self._fabric.free = True
+        try:
+            yield
+        finally:
+            self._fabric.free = False
 
     def close(self) -> None:
         """End it: afterwards no process group is initialised."""

@@ -1,0 +1,234 @@
+"""``mics bench`` and ``mics emulate``."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+
+import mics
+from mics.bench.config import BenchConfig, EmulateConfig
+from mics.bench.job import Job
+from mics.bench.measure import measure
+from mics.bench.picture import draw_scaling, draw_systems
+from mics.bench.plan import Outcome, Plan, Run, interleave
+from mics.bench.report import print_report
+from mics.bench.summary import Row, agree, summarise, verdict
+from mics.bench.supervise import Launcher, in_one_process, in_ranks, supervise
+from mics.bench.systems import SYSTEMS
+from mics.bench.table import markdown_table, terminal_table
+from mics.bench.worker import work
+from mics.clusters import find_cluster
+from mics.errors import SettingsError
+from mics.topology import Cluster, check_partition_size
+from mics.train.hardware import peak_tflops
+
+
+def bench(args: Sequence[str]) -> int:
+    """Compare systems. 0 if those that ran agree, 1 if not or if mics did not run."""
+    config = tyro.cli(BenchConfig, prog="mics bench", args=list(args))
+    unknown = [name for name in config.systems if name not in SYSTEMS]
+    if unknown:
+        raise SettingsError(f"--systems: expected some of {', '.join(SYSTEMS)}, found {', '.join(unknown)}")
+    config.out.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        runs=interleave(
+            config.systems, _rows(config), repeats=config.repeats, record=config.on == "emulated"
+        ),
+        num_warmup_steps=config.warmup,
+        num_steps=config.steps,
+        folder=str(config.out.resolve()),
+    )
+    if config.on == "ranks" and "RANK" in os.environ:
+        outcomes = _as_rank(plan, config)
+        if outcomes is None:
+            return 0
+    else:
+        console = Console(stderr=True)
+        launcher, cwd = _launcher(config)
+        outcomes = supervise(
+            plan,
+            launcher,
+            timeout=config.timeout,
+            say=lambda line: console.print(line, markup=False),
+            cwd=cwd,
+        )
+    rows = summarise(plan.runs, outcomes, _peak())
+    return _publish(rows, config, shlex.join(["mics", "bench", *args]))
+
+
+def emulate(args: Sequence[str]) -> int:
+    """Measure one system on an emulated cluster, in this process."""
+    config = tyro.cli(EmulateConfig, prog="mics emulate", args=list(args))
+    if config.system not in SYSTEMS:
+        raise SettingsError(f"--system: expected one of {', '.join(SYSTEMS)}, found {config.system!r}")
+    config.out.mkdir(parents=True, exist_ok=True)
+    cluster = find_cluster(config.cluster)
+    job = config.training.job(config.partition_size)
+    check_partition_size(config.partition_size, cluster.world_size)
+    run = Run(number=0, system=config.system, job=job, cluster=cluster, record=True)
+    plan = Plan(
+        runs=(run,), num_warmup_steps=config.warmup, num_steps=config.steps, folder=str(config.out.resolve())
+    )
+    Console(stderr=True).print(f"{config.system} as rank 0 of {cluster.world_size} ({config.cluster}) ...")
+    (row,) = summarise(plan.runs, [measure(run, plan)], _peak())
+    return print_report(row, config.out, Console())
+
+
+def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | None]]:
+    """Every cluster with every partition size."""
+    clusters: list[Cluster | None] = [None]
+    if config.on == "emulated":
+        clusters = [find_cluster(name) for name in config.cluster]
+    rows: list[tuple[Job, Cluster | None]] = []
+    for cluster in clusters:
+        world_size = _num_ranks(config) if cluster is None else cluster.world_size
+        node_size = _ranks_per_node(config) if cluster is None else cluster.ranks_per_node
+        for text in config.partition_size:
+            if text not in ("node", "world") and not text.isdecimal():
+                raise SettingsError(f"--partition-size: expected a number, node or world, found {text!r}")
+            size = {"node": node_size, "world": world_size}.get(text) or int(text)
+            check_partition_size(size, world_size)
+            rows.append((config.training.job(size), cluster))
+    return rows
+
+
+def _ranks_per_node(config: BenchConfig) -> int:
+    if config.on == "namespace":
+        return 2 if config.ranks is None else config.ranks
+    return int(os.environ.get("LOCAL_WORLD_SIZE", _num_ranks(config)))
+
+
+def _num_ranks(config: BenchConfig) -> int:
+    """Ranks in all where they are real."""
+    if config.on == "namespace":
+        return config.hosts * _ranks_per_node(config)
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if config.ranks is not None:
+        return config.ranks
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def _launcher(config: BenchConfig) -> tuple[Launcher, Path | None]:
+    if config.on == "emulated":
+        return in_one_process, None
+    if config.on == "ranks":
+        return in_ranks(_num_ranks(config)), None
+    source = Path(mics.__file__).resolve().parents[2]
+    if not (source / "benchmarks" / "cluster" / "__main__.py").exists():
+        raise SettingsError(
+            "--on namespace: expected a source checkout with benchmarks/cluster, found an installed package; "
+            "clone the repository and install it with pip install -e ."
+        )
+
+    def launch(arguments: list[str]) -> list[str]:
+        ranks = _ranks_per_node(config)
+        return [
+            sys.executable, "-m", "benchmarks.cluster", "run", "--hosts", str(config.hosts),
+            "--ranks", str(ranks), "--rate", config.rate, "--", *arguments,
+        ]  # fmt: skip
+
+    return launch, source
+
+
+def _as_rank(plan: Plan, config: BenchConfig) -> list[Outcome] | None:
+    """This process is a rank that a launcher started: make the runs here. None on ranks other than 0."""
+    results = config.out / "results.jsonl"
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        results.unlink(missing_ok=True)
+    work(plan, results, [run.number for run in plan.runs])
+    if rank != 0:
+        return None
+    lines = [line for line in results.read_text().splitlines() if '"started"' not in line]
+    return [Outcome.from_line(line) for line in lines]
+
+
+def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
+    """Print the table and write it in every form."""
+    model = config.training.model
+    where = {"emulated": "an emulated cluster", "namespace": "namespace hosts", "ranks": "real ranks"}[
+        config.on
+    ]
+    title = f"{model} on {where}"
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(terminal_table(rows, title=title))
+    said = verdict(rows)
+    for line in said:
+        console.print(line, markup=False, highlight=False)
+    text = _document(rows, title, command, said)
+    (config.out / "bench.md").write_text(text)
+    (config.out / "bench.json").write_text(
+        json.dumps(
+            {"command": command, "versions": _versions(), "rows": [row.as_dict() for row in rows]}, indent=1
+        )
+    )
+    _draw(rows, config.out / "bench.png", title)
+    console.print(f"written: {config.out}/bench.md, bench.json, bench.png", markup=False, highlight=False)
+    if config.theme is not None:
+        kept = (
+            Path("benchmarks/results") / f"{config.theme}_{_hardware()}_{datetime.date.today():%Y-%m-%d}.md"
+        )
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(text)
+        console.print(f"kept: {kept}", markup=False, highlight=False)
+    ours = [row for row in rows if row.run.system == "mics"]
+    return 0 if agree(rows) and all(row.error is None for row in ours) else 1
+
+
+def _document(rows: list[Row], title: str, command: str, said: list[str]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    lines = [f"# {title}", "", f"    {command}", "", f"{versions}.", "", markdown_table(rows), ""]
+    return "\n".join([*lines, *(f"- {line}" for line in said), ""])
+
+
+def _draw(rows: list[Row], file: Path, title: str) -> None:
+    ran = [row for row in rows if row.error is None]
+    worlds = {row.world_size for row in ran}
+    if len(worlds) > 2:
+        series: dict[str, list[tuple[int, float]]] = {}
+        for row in ran:
+            series.setdefault(row.run.system, []).append((row.world_size, row.tflops))
+        draw_scaling(file, series, title=title, label="model TFLOP/s a GPU")
+        return
+    many = len({row.setting for row in ran}) > 1
+    bars = {
+        f"{row.world_size}/{row.partition_size} {row.run.system}" if many else row.run.system: (
+            1e3 * row.step_seconds[0], 1e3 * row.step_seconds[1], 1e3 * row.step_seconds[2]
+        )
+        for row in ran
+    }  # fmt: skip
+    draw_systems(file, bars, title=title, label="ms a step: median, lowest and highest")
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"mics": mics.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    for peer in ("megatron-fsdp", "deepspeed"):
+        try:
+            found[peer] = version(peer)
+        except PackageNotFoundError:
+            continue
+    found["hardware"] = _hardware()
+    return found
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-").lower()
+    return f"cpu{os.cpu_count()}-{platform.machine()}"
+
+
+def _peak() -> float | None:
+    return peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -1,0 +1,119 @@
+"""Settings of ``mics bench`` and ``mics emulate``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from mics.bench.job import DType, Job
+from mics.bench.models import BENCH_MODELS
+from mics.bench.systems import SYSTEMS
+from mics.clusters import PRESETS
+from mics.errors import SettingsError
+
+_MODELS = ", ".join(f"{name} ({model.about})" for name, model in BENCH_MODELS.items())
+
+
+def _default_model() -> str:
+    return "gpt-3.6b" if torch.cuda.is_available() else "gpt-small"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every system trains."""
+
+    model: Annotated[str, tyro.conf.arg(help=_MODELS)] = field(default_factory=_default_model)
+    accumulation: int = 2
+    """Micro-steps of one optimizer step."""
+    micro_batch: int | None = None
+    """Rows of a micro-step on one rank; None: the model's usual."""
+    checkpoint: bool | None = None
+    """Recompute each block in the backward; None: as the model usually does."""
+    param_dtype: DType | None = None
+    """Format of the parameters; None: bfloat16 on a GPU, float32 on a CPU."""
+    reduce_dtype: DType = "float32"
+    """Format in which gradients travel."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def job(self, partition_size: int) -> Job:
+        """The same as a job for the systems."""
+        if self.model not in BENCH_MODELS:
+            raise SettingsError(f"--model: expected one of {', '.join(BENCH_MODELS)}, found {self.model!r}")
+        found = BENCH_MODELS[self.model]
+        device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and not torch.cuda.is_available():
+            raise SettingsError("--device cuda: expected a CUDA device, found none; leave it out or say cpu")
+        default: DType = "bfloat16" if device == "cuda" else "float32"
+        try:
+            return Job(
+                model=found.config,
+                partition_size=partition_size,
+                micro_batch=found.micro_batch if self.micro_batch is None else self.micro_batch,
+                accumulation=self.accumulation,
+                checkpoint=found.checkpoint if self.checkpoint is None else self.checkpoint,
+                param_dtype=default if self.param_dtype is None else self.param_dtype,
+                reduce_dtype=self.reduce_dtype,
+                device="cuda" if device == "cuda" else "cpu",
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+
+
+_CLUSTERS = f"NAME:NODES or FILE.yaml:NODES, several for several rows; names: {', '.join(PRESETS)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Train systems side by side and compare them."""
+
+    on: Literal["emulated", "namespace", "ranks"] = "emulated"
+    """emulated: this GPU (or CPU) plays rank 0 of --cluster. namespace: hosts made of network namespaces
+    (Linux, root, from a source checkout). ranks: those that torchrun gave, or --ranks of its own."""
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    """Which to compare. One that cannot run is listed with its error."""
+    training: Annotated[Training, tyro.conf.arg(name="")] = field(default_factory=Training)
+    cluster: Annotated[tuple[str, ...], tyro.conf.arg(help=_CLUSTERS)] = ("p4d.24xlarge:1",)
+    partition_size: tuple[str, ...] = ("node",)
+    """Ranks of a partition group: a number, node or world; several for several rows."""
+    hosts: int = 4
+    """namespace: number of hosts."""
+    ranks: int | None = None
+    """Ranks of a host (namespace, default 2) or in all (ranks, default one a GPU, 2 on a CPU)."""
+    rate: str = "500mbit"
+    """namespace: speed of each host's uplink, as tc takes it."""
+    warmup: int = 2
+    """Steps before the clock starts."""
+    steps: int = 3
+    """Timed steps of each run."""
+    repeats: int = 2
+    """Runs of each system, interleaved."""
+    timeout: float = 300.0
+    """Seconds without a result after which a run counts as hanging."""
+    out: Path = Path("runs/bench")
+    """Folder for the table (JSON, Markdown, PNG), traces and timelines."""
+    theme: str | None = None
+    """Also keep the result as benchmarks/results/THEME_HARDWARE_DATE.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulateConfig:
+    """Train one system as rank 0 of a cluster that is not there, and see where its time goes."""
+
+    cluster: Annotated[str, tyro.conf.arg(help=_CLUSTERS.replace(", several for several rows", ""))] = (
+        "p4d.24xlarge:8"
+    )
+    system: str = "mics"
+    """What to train with; see mics bench --help for the names."""
+    partition_size: int = 8
+    """Ranks of a partition group."""
+    training: Annotated[Training, tyro.conf.arg(name="")] = field(default_factory=Training)
+    warmup: int = 2
+    """Steps before the clock starts."""
+    steps: int = 3
+    """Timed steps."""
+    out: Path = Path("runs/emulate")
+    """Folder for the trace and the timeline."""

@@ -1,0 +1,181 @@
+"""One run: build a system, train a few steps, and read everything off."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mics.bench.job import Job
+from mics.bench.picture import draw_timeline
+from mics.bench.plan import Outcome, Plan, Run
+from mics.bench.systems import SYSTEMS
+from mics.bench.systems.protocol import Batch, Trainer
+from mics.bench.timeline import Exposure, exposure, record
+from mics.bench.trace import write_trace
+from mics.bench.uplink import sent_nbytes
+from mics.comm.emulated import Emulation, emulate
+
+
+def measure(run: Run, plan: Plan) -> Outcome:
+    """Measure one run. All ranks call it; what a system raises becomes the outcome's error."""
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if run.job.device == "cuda" else torch.device("cpu")
+    )
+    _forget(device)
+    try:
+        with emulate(run.cluster) if run.cluster is not None else nullcontext() as emulation:
+            return _measure(run, plan, device, emulation)
+    except Exception as error:
+        if run.cluster is None and dist.get_world_size() > 1:
+            raise  # the other ranks may be inside a collective: only a new start is safe
+        text = " ".join(str(error).split())
+        return Outcome(number=run.number, error=f"{type(error).__name__}: {text[:400]}")
+    finally:
+        _forget(device)
+
+
+def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | None) -> Outcome:
+    job = run.job
+    trainer = SYSTEMS[run.system].build(job)
+    num_steps = plan.num_warmup_steps + plan.num_steps
+    steps = iter(_batches(job, num_steps + 1, device))
+    losses: list[Tensor] = [trainer.step(next(steps)) for _ in range(plan.num_warmup_steps)]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    sent = sent_nbytes()
+    timed = _time_on_device if device.type == "cuda" else _time_on_host
+    step_seconds = timed(lambda: losses.append(trainer.step(next(steps))), plan.num_steps)
+    outcome = Outcome(
+        number=run.number,
+        step_seconds=_slowest(step_seconds),
+        losses=_means(losses),
+        same_start=trainer.same_start,
+        world_size=dist.get_world_size(),
+        tokens_per_step=job.micro_batch * job.accumulation * job.model.seq_len,
+        peak_allocated_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        peak_reserved_nbytes=torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
+        num_alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - retries
+        if device.type == "cuda"
+        else None,
+        uplink_nbytes=_most(sent_nbytes(), sent, plan.num_steps),
+    )
+    if emulation is not None and run.record:
+        batches = next(steps)
+        outcome = replace(
+            outcome,
+            exposure=_look_inside(run, plan, trainer, batches, device, emulation),
+            host_seconds=_host_seconds(trainer, batches, emulation) if device.type == "cuda" else None,
+        )
+    trainer.close()
+    return outcome
+
+
+def _look_inside(
+    run: Run,
+    plan: Plan,
+    trainer: Trainer,
+    batches: list[Batch],
+    device: torch.device,
+    emulation: Emulation,
+) -> Exposure:
+    """Where one step's time goes, with a trace and a picture of it."""
+    timeline, collectives = record(lambda: trainer.step(batches), emulation, device)
+    found = exposure(timeline, collectives, emulation.cluster.ranks_per_node)
+    name = run.row.replace("/", "_").replace(":", "x")
+    write_trace(Path(plan.folder) / f"{name}.trace.json", timeline, title=run.row)
+    draw_timeline(Path(plan.folder) / f"{name}.timeline.png", timeline, found, title=run.row)
+    return found
+
+
+def _host_seconds(trainer: Trainer, batches: list[Batch], emulation: Emulation) -> float:
+    """Seconds the host needs to issue a step.
+
+    With one short row a micro-step and collectives that take no time, the GPU is always ahead: nothing holds
+    the host up, and what it issues is the same.
+    """
+    short = [(tokens[:1, :16].contiguous(), targets[:1, :16].contiguous()) for tokens, targets in batches]
+    found = []
+    with emulation.free():
+        for _ in range(4):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            trainer.step(short)
+            found.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return statistics.median(found[1:])
+
+
+def _time_on_device(step: Callable[[], None], count: int) -> list[float]:
+    """Seconds between the starts of steps on the GPU, nothing waiting in between."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) * 1e-3 for before, after in pairwise(marks)]
+
+
+def _time_on_host(step: Callable[[], None], count: int) -> list[float]:
+    """Seconds of each step from a common start to this rank's end."""
+    seconds = []
+    for _ in range(count):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _batches(job: Job, count: int, device: torch.device) -> list[list[Batch]]:
+    """Micro-batches of ``count`` steps, this rank's own, the same for every system."""
+    generator = torch.Generator().manual_seed(1000 * job.seed + dist.get_rank())
+    shape = (count, job.accumulation, job.micro_batch, job.model.seq_len + 1)
+    tokens = torch.randint(0, job.model.vocab_size, shape, generator=generator).to(device)
+    return [[(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in step] for step in tokens]
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    """Each step's time on the rank that took the longest."""
+    every: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(every, seconds)
+    return [max(of_step) for of_step in zip(*every, strict=True)]
+
+
+def _means(losses: list[Tensor]) -> list[float]:
+    """Each step's loss, mean over ranks."""
+    stacked = torch.stack([loss.float().reshape(()) for loss in losses])
+    dist.all_reduce(stacked)
+    means: list[float] = (stacked / dist.get_world_size()).tolist()
+    return means
+
+
+def _most(after: int | None, before: int | None, num_steps: int) -> int | None:
+    """Bytes a step through the uplink that carried the most."""
+    if after is None or before is None:
+        return None
+    every = [0] * dist.get_world_size()
+    dist.all_gather_object(every, after - before)
+    return max(every) // num_steps
+
+
+def _forget(device: torch.device) -> None:
+    """Free what the run before has left, so that its memory is not counted here."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

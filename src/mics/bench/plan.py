@@ -1,0 +1,117 @@
+"""What to measure: a list of runs that travels to the processes that do it, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mics.bench.job import Job
+from mics.bench.timeline import Exposure
+from mics.models import GPTConfig
+from mics.topology import Cluster, Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One system, built and trained for a few steps."""
+
+    number: int
+    system: str
+    job: Job
+    cluster: Cluster | None = None
+    """The cluster to emulate; None on real ranks."""
+    record: bool = False
+    """Also look into one step: where its time goes (emulated clusters)."""
+
+    @property
+    def row(self) -> str:
+        """Runs of one row of the table are repeats of each other."""
+        where = "ranks" if self.cluster is None else f"{self.cluster.name}:{self.cluster.num_nodes}"
+        return f"{where}/{self.job.partition_size}/{self.job.accumulation}/{self.system}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The runs, in the order in which they are made."""
+
+    runs: tuple[Run, ...]
+    num_warmup_steps: int
+    num_steps: int
+    folder: str
+    """Where traces and pictures go."""
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, file: Path) -> Plan:
+        found = json.loads(file.read_text())
+        return cls(**{**found, "runs": tuple(_run(run) for run in found["runs"])})
+
+
+def _run(found: dict[str, Any]) -> Run:
+    cluster = found["cluster"]
+    if cluster is not None:
+        links = {link: Link(**cluster[link]) for link in ("intra", "inter")}
+        cluster = Cluster(**{**cluster, **links})
+    job = Job(**{**found["job"], "model": GPTConfig(**found["job"]["model"])})
+    return Run(**{**found, "job": job, "cluster": cluster})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one run measured, or why it could not."""
+
+    number: int
+    error: str | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """Of every step from the first, mean over ranks."""
+    same_start: bool = True
+    world_size: int = 1
+    host_seconds: float | None = None
+    """What the host needs to issue a step (GPUs: on a CPU it is the step)."""
+    tokens_per_step: int = 0
+    """Of one rank."""
+    peak_allocated_nbytes: int | None = None
+    peak_reserved_nbytes: int | None = None
+    num_alloc_retries: int | None = None
+    uplink_nbytes: int | None = None
+    """Sent a step by the busiest host, from its interface's counter."""
+    exposure: Exposure | None = None
+
+    def as_line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> Outcome:
+        found = {key: value for key, value in json.loads(line).items() if key in _OUTCOME_FIELDS}
+        if found.get("exposure") is not None:
+            found["exposure"] = Exposure(**found["exposure"])
+        return cls(**found)
+
+
+_OUTCOME_FIELDS = {item.name for item in fields(Outcome)}
+
+
+def interleave(
+    systems: Sequence[str], rows: Sequence[tuple[Job, Cluster | None]], *, repeats: int, record: bool
+) -> tuple[Run, ...]:
+    """Every system once, then every system again: what changes with time then hits all of them."""
+    runs: list[Run] = []
+    for repeat in range(repeats):
+        for job, cluster in rows:
+            for system in systems:
+                runs.append(
+                    Run(
+                        number=len(runs),
+                        system=system,
+                        job=job,
+                        cluster=cluster,
+                        record=record and repeat == 0,
+                    )
+                )
+    return tuple(runs)

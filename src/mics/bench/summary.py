@@ -1,0 +1,148 @@
+"""Runs brought together: one row a system and setting, with medians, and what is to be said about them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from mics.bench.plan import Outcome, Run
+from mics.bench.systems import SYSTEMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The repeats of one system in one setting."""
+
+    run: Run
+    outcomes: tuple[Outcome, ...]
+    peak_tflops: float | None
+
+    @property
+    def good(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.error is None]
+
+    @property
+    def error(self) -> str | None:
+        """Why it could not run; None where at least one repeat could."""
+        return None if self.good else self.outcomes[0].error
+
+    @property
+    def world_size(self) -> int:
+        if self.run.cluster is not None:
+            return self.run.cluster.world_size
+        return max((outcome.world_size for outcome in self.outcomes), default=1)
+
+    @property
+    def partition_size(self) -> int:
+        """Ranks that together hold one copy of the parameters under this system."""
+        sizes = {"group": self.run.job.partition_size, "world": self.world_size, "none": 1}
+        return sizes[SYSTEMS[self.run.system].partition]
+
+    @property
+    def setting(self) -> str:
+        job = self.run.job
+        return f"{self.world_size} ranks, partition {job.partition_size}, accumulation {job.accumulation}"
+
+    @property
+    def step_seconds(self) -> tuple[float, float, float]:
+        """Median, lowest and highest of all timed steps."""
+        seconds = [second for outcome in self.good for second in outcome.step_seconds]
+        return statistics.median(seconds), min(seconds), max(seconds)
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOP/s of one GPU; of all ranks together on a CPU, whose cores they share."""
+        flops = self.good[0].tokens_per_step * self.run.job.model.flops_per_token
+        return flops / self.step_seconds[0] / 1e12 * (1 if self.run.job.device == "cuda" else self._sharing)
+
+    @property
+    def _sharing(self) -> int:
+        return 1 if self.run.cluster is not None else self.world_size
+
+    @property
+    def mfu(self) -> float | None:
+        return None if self.peak_tflops is None else self.tflops / self.peak_tflops
+
+    def median(self, value: Callable[[Outcome], float | None]) -> float | None:
+        """Median over repeats of something they may not all have."""
+        found = [x for x in map(value, self.good) if x is not None]
+        return statistics.median(found) if found else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for the JSON file."""
+        return {
+            "system": self.run.system,
+            "world_size": self.world_size,
+            "run": asdict(self.run),
+            "error": self.error,
+            "step_seconds": None if self.error else self.step_seconds,
+            "tflops": None if self.error else self.tflops,
+            "mfu": None if self.error else self.mfu,
+            "outcomes": [asdict(outcome) for outcome in self.outcomes],
+        }
+
+
+def summarise(runs: Sequence[Run], outcomes: Sequence[Outcome], peak_tflops: float | None) -> list[Row]:
+    """Rows in the order in which they were first run."""
+    grouped: dict[str, list[tuple[Run, Outcome]]] = {}
+    for run, outcome in zip(runs, outcomes, strict=True):
+        grouped.setdefault(run.row, []).append((run, outcome))
+    return [
+        Row(run=pairs[0][0], outcomes=tuple(outcome for _, outcome in pairs), peak_tflops=peak_tflops)
+        for pairs in grouped.values()
+    ]
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """Who won and by how much, who did not run, and whether the losses agree."""
+    said = []
+    for setting, group in groupby(rows, key=lambda row: row.setting):
+        rows_of_setting = list(group)
+        ran = sorted(
+            (row for row in rows_of_setting if row.error is None), key=lambda row: row.step_seconds[0]
+        )
+        if len(ran) > 1:
+            said.append(f"{setting}: {_ranking(ran)}")
+        said += [
+            f"{setting}: {row.run.system} did not run: {row.error}"
+            for row in rows_of_setting
+            if row.error is not None
+        ]
+        said.append(f"{setting}: {_losses(ran)}")
+    return said
+
+
+def _ranking(ran: Sequence[Row]) -> str:
+    best = ran[0]
+    ratios = ", ".join(
+        f"{row.run.system} {row.step_seconds[0] / best.step_seconds[0]:.2f} x" for row in ran[1:]
+    )
+    return f"{best.run.system} has the shortest step; {ratios} its time."
+
+
+def _losses(ran: Sequence[Row]) -> str:
+    """Whether systems that computed for real saw the same losses."""
+    if ran and ran[0].run.cluster is not None:
+        return "losses are not compared: an emulated cluster's other ranks do not compute."
+    if len(ran) < 2:
+        return "losses are not compared: fewer than two systems ran."
+    job = ran[0].run.job
+    # A format's own rounding, amplified over the steps: a wrong gradient is off by far more.
+    allowed = 2e-2 if "bfloat16" in (job.param_dtype, job.reduce_dtype) else 1e-4
+    worst, where = 0.0, ""
+    for row in ran[1:]:
+        for ours, theirs in zip(ran[0].good[0].losses, row.good[0].losses, strict=True):
+            difference = abs(ours - theirs) / max(1e-12, abs(ours))
+            if not difference <= worst:
+                worst, where = difference, f"{ran[0].run.system} {ours:.6f}, {row.run.system} {theirs:.6f}"
+    if worst <= allowed:
+        return f"losses of all {len(ran)} systems agree to {worst:.1e} (allowed {allowed:.0e})."
+    return f"LOSSES DISAGREE by {worst:.1e} ({where}); allowed is {allowed:.0e}."
+
+
+def agree(rows: Sequence[Row]) -> bool:
+    """No system computed something else."""
+    return not any("LOSSES DISAGREE" in line for line in verdict(rows))

@@ -1,0 +1,55 @@
+"""The systems that can be compared, by name. Peers are imported when they are built, not before."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from mics.bench.systems.protocol import Batch, System, SystemUnavailable, Trainer
+from mics.bench.systems.with_ddp import build_ddp
+from mics.bench.systems.with_deepspeed import MICS_VERSION, build_deepspeed_mics, build_zero3
+from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp
+from mics.bench.systems.with_megatron import PACKAGE, build_megatron, build_megatron_bf16
+from mics.bench.systems.with_mics import build_mics
+
+_ALL: Final = (
+    System(name="mics", build=build_mics, about="this library, with its defaults"),
+    System(name="fsdp2", build=build_fsdp2, partition="world", about="torch fully_shard over the world"),
+    System(name="hsdp", build=build_hsdp, about="torch fully_shard over partition groups, with replicas"),
+    System(
+        name="ddp",
+        build=build_ddp,
+        partition="none",
+        about="torch DistributedDataParallel; bfloat16 is autocast",
+    ),
+    System(
+        name="megatron-fsdp",
+        build=build_megatron,
+        needs=(PACKAGE,),
+        about="Megatron-FSDP v2, gradients accumulated in the reduction format",
+    ),
+    System(
+        name="megatron-fsdp-bf16",
+        build=build_megatron_bf16,
+        needs=(PACKAGE,),
+        about="Megatron-FSDP v2, gradients accumulated in the parameters' format",
+    ),
+    System(
+        name="deepspeed-zero3",
+        build=build_zero3,
+        needs=("deepspeed",),
+        isolated=True,
+        partition="world",
+        about="DeepSpeed ZeRO-3 over the world",
+    ),
+    System(
+        name="deepspeed-mics",
+        build=build_deepspeed_mics,
+        needs=(f"deepspeed=={MICS_VERSION}",),
+        isolated=True,
+        about="DeepSpeed MiCS over partition groups",
+    ),
+)
+
+SYSTEMS: Final[Mapping[str, System]] = MappingProxyType({system.name: system for system in _ALL})
+
+__all__ = ["SYSTEMS", "Batch", "System", "SystemUnavailable", "Trainer"]

@@ -1,0 +1,94 @@
+"""The model every system starts from: the same values, made piece by piece, and the same recomputation.
+
+Each module draws its values from a seed of its own. So they do not depend on the order in which a system
+asks for them, and a system that shards unit by unit never needs memory for the whole model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mics.bench.job import Job
+from mics.models import GPT
+
+
+def device_of(job: Job) -> torch.device:
+    """The device this rank trains on."""
+    return torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
+
+
+def meta_model(job: Job) -> GPT:
+    """The job's model on the ``meta`` device, with initialisers that give the job's values wherever they run.
+
+    Values depend on the job's seed and on the kind of device, not on the system.
+    """
+    with torch.device("meta"):
+        model = GPT(job.model)
+    order = {param: index for index, param in enumerate(model.parameters())}
+    for module in model.modules():
+        own = next(module.parameters(recurse=False), None)
+        if own is not None:
+            # Tied modules share the parameter, hence the seed: whichever runs last gives the same values.
+            _seed_initialiser(module, job.seed * len(order) + order[own])
+    if job.checkpoint:
+        _recompute_blocks(model)
+    return model
+
+
+def inner_units(model: GPT) -> list[nn.Module]:
+    """What peers shard before the root, in the forward's order. A tied embedding stays with the head."""
+    return [*([] if model.config.tie_weights else [model.embedding]), *model.blocks]
+
+
+def materialise(module: nn.Module, device: torch.device) -> list[nn.Parameter]:
+    """Give memory on ``device`` and initial values to the parameters of ``module`` that are still on meta.
+
+    Returns those parameters.
+    """
+    holders = [m for m in module.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+    real: dict[nn.Parameter, nn.Parameter] = {}  # one for each, so that tied parameters stay tied
+    for holder in holders:
+        for name, param in list(holder.named_parameters(recurse=False)):
+            if param not in real:
+                real[param] = nn.Parameter(torch.empty_like(param, device=device))
+            setattr(holder, name, real[param])
+    for holder in holders:
+        _initialiser(holder)()
+    return list(real.values())
+
+
+def build_model(job: Job) -> GPT:
+    """The job's whole model with its initial values, for systems that take no less, and as a reference."""
+    model = meta_model(job)
+    materialise(model, device_of(job))
+    return model
+
+
+def _initialiser(module: nn.Module) -> Callable[[], None]:
+    return cast(Callable[[], None], module.reset_parameters)
+
+
+def _seed_initialiser(module: nn.Module, seed: int) -> None:
+    draw = _initialiser(module)
+
+    def draw_seeded() -> None:
+        torch.manual_seed(seed)
+        draw()
+
+    module.reset_parameters = draw_seeded  # type: ignore[assignment]
+
+
+def _recompute_blocks(model: GPT) -> None:
+    """Keep only the input of each block for the backward.
+
+    Inside the block's own call, so that what a system hooks onto the block stays outside: it runs once in the
+    forward and once in the backward, not a third time in the recomputation.
+    """
+    for block in model.blocks:
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=model.config.dropout > 0
+        )

@@ -1,0 +1,174 @@
+"""Plans, supervision, tables and the commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mics.bench.job import Job
+from mics.bench.models import BENCH_MODELS
+from mics.bench.plan import Outcome, Plan, Run, interleave
+from mics.bench.summary import agree, summarise, verdict
+from mics.bench.supervise import Launcher, supervise
+from mics.bench.table import cells, markdown_table
+from mics.bench.timeline import Exposure
+from mics.cli import main
+from mics.clusters import find_cluster
+from mics.models import GPTConfig
+
+JOB = Job(
+    model=GPTConfig(num_layers=1, num_heads=1, hidden_size=8, vocab_size=16, seq_len=4),
+    partition_size=2,
+    micro_batch=1,
+    accumulation=2,
+    checkpoint=False,
+    param_dtype="float32",
+    reduce_dtype="float32",
+    device="cpu",
+)
+
+
+def _plan(runs: tuple[Run, ...], folder: Path) -> Plan:
+    return Plan(runs=runs, num_warmup_steps=1, num_steps=2, folder=str(folder))
+
+
+def _outcome(number: int, seconds: float = 1.0, losses: tuple[float, ...] = (3.0, 2.0)) -> Outcome:
+    return Outcome(
+        number=number, step_seconds=[seconds, 1.5 * seconds], losses=list(losses), tokens_per_step=8
+    )
+
+
+def test_plans_and_outcomes_travel(tmp_path: Path) -> None:
+    """Through files and back, unchanged."""
+    cluster = find_cluster("p4d.24xlarge:2")
+    plan = _plan(interleave(["mics", "ddp"], [(JOB, cluster), (JOB, None)], repeats=2, record=True), tmp_path)
+    assert [run.system for run in plan.runs] == ["mics", "ddp"] * 4
+    assert [run.record for run in plan.runs] == [True] * 4 + [False] * 4
+    plan.write(tmp_path / "plan.json")
+    assert Plan.read(tmp_path / "plan.json") == plan
+    exposure = Exposure(compute_seconds=1, idle_seconds=0, link_seconds={}, exposed_seconds={})
+    outcome = replace(_outcome(3), exposure=exposure)
+    assert Outcome.from_line(outcome.as_line()) == outcome
+
+
+_WORKER = """
+import json, os, sys, time
+results, numbers = sys.argv[2], [int(n) for n in sys.argv[3].split(",")]
+for number in numbers:
+    with open(results, "a") as file:
+        file.write(json.dumps({"started": number}) + "\\n")
+    print(f"[{number + 1}/4] run", flush=True)
+    if number == 1:
+        print("RuntimeError: no more memory", flush=True)
+        os._exit(3)
+    if number == 2:
+        time.sleep(60)
+    with open(results, "a") as file:
+        file.write(json.dumps({"number": number, "step_seconds": [1.0]}) + "\\n")
+"""
+
+
+def test_a_run_that_crashes_or_hangs_does_not_take_the_others_along(tmp_path: Path) -> None:
+    """Each is an outcome with its reason, and the rest are measured in a new process."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(_WORKER)
+    plan = _plan(
+        interleave(["mics", "fsdp2", "hsdp", "ddp"], [(JOB, None)], repeats=1, record=False), tmp_path
+    )
+    launcher: Launcher = lambda arguments: [sys.executable, str(worker), *arguments[2:]]  # noqa: E731
+    said: list[str] = []
+    outcomes = supervise(plan, launcher, timeout=3, say=said.append)
+    assert [outcome.number for outcome in outcomes] == [0, 1, 2, 3]
+    errors = [outcome.error for outcome in outcomes]
+    assert errors[0] is None and errors[3] is None
+    assert errors[1] == "exit status 3: RuntimeError: no more memory"
+    assert errors[2] is not None and "nothing happened for 3 s" in errors[2]
+    assert "[1/4] run" in said and "[4/4] run" in said
+
+
+def test_a_worker_that_never_starts_ends(tmp_path: Path) -> None:
+    plan = _plan(interleave(["mics", "ddp"], [(JOB, None)], repeats=1, record=False), tmp_path)
+    launcher: Launcher = lambda arguments: [sys.executable, "-c", "raise SystemExit(7)"]  # noqa: E731
+    outcomes = supervise(plan, launcher, timeout=3, say=lambda line: None)
+    assert [outcome.error for outcome in outcomes] == ["exit status 7: no output"] * 2
+
+
+def test_rows_and_verdict() -> None:
+    """Medians over repeats, the winner named, a system that failed listed, losses compared."""
+    runs = interleave(["mics", "fsdp2", "hsdp"], [(JOB, None)], repeats=2, record=False)
+    outcomes = [_outcome(0, 2.0), _outcome(1, 1.0), Outcome(number=2, error="ImportError: x")]
+    outcomes += [_outcome(3, 2.0), _outcome(4, 1.0), Outcome(number=5, error="ImportError: x")]
+    rows = summarise(runs, outcomes, peak_tflops=None)
+    assert [row.run.system for row in rows] == ["mics", "fsdp2", "hsdp"]
+    assert rows[0].step_seconds == (2.5, 2.0, 3.0)
+    said = "\n".join(verdict(rows))
+    assert "fsdp2 has the shortest step; mics 2.00 x its time" in said
+    assert "hsdp did not run: ImportError: x" in said
+    assert "losses of all 2 systems agree" in said and agree(rows)
+    heads, lines = cells(rows)
+    assert "peak GiB" not in heads and "last loss" in heads
+    assert lines[2][3:5] == ["hsdp", "did not run"]
+    assert markdown_table(rows).count("\n") == 4
+
+
+@pytest.mark.parametrize("losses", [(3.0, 2.1), (3.0, float("nan"))])
+def test_losses_that_disagree_are_said(losses: tuple[float, ...]) -> None:
+    runs = interleave(["mics", "ddp"], [(JOB, None)], repeats=1, record=False)
+    rows = summarise(runs, [_outcome(0), _outcome(1, losses=losses)], peak_tflops=None)
+    assert not agree(rows)
+    assert any("LOSSES DISAGREE" in line for line in verdict(rows))
+
+
+def test_the_named_models() -> None:
+    assert BENCH_MODELS["gpt-small"].config.num_parameters == pytest.approx(29.5e6, rel=0.02)
+    assert BENCH_MODELS["gpt-3.6b"].config.num_parameters == pytest.approx(3.64e9, rel=0.01)
+
+
+def test_bench_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two systems on an emulated cluster: a table, files in every form, and timelines."""
+    settings = (
+        "--model gpt-tiny --cluster p4d.24xlarge:2 --systems mics hsdp --warmup 1 --steps 1 --repeats 1"
+    )
+    assert main(["bench", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "losses are not compared" in printed and "x its time" in printed
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["system"] for row in found["rows"]] == ["mics", "hsdp"]
+    assert all(row["outcomes"][0]["exposure"]["link_nbytes"]["inter"] > 0 for row in found["rows"])
+    assert "mics bench --model gpt-tiny" in (tmp_path / "bench.md").read_text()
+    names = {file.name for file in tmp_path.iterdir()}
+    assert {
+        "bench.png",
+        "p4d.24xlargex2_8_2_mics.timeline.png",
+        "p4d.24xlargex2_8_2_mics.trace.json",
+    } <= names
+
+
+def test_emulate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = "--model gpt-tiny --cluster p3dn.24xlarge:4 --partition-size 16 --warmup 1 --steps 1"
+    assert main(["emulate", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "32 ranks, partition 16" in printed and "exposed inter all_gather" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "complaint"),
+    [
+        ("bench", "--systems mics zero9", "--systems: expected some of mics"),
+        ("bench", "--model gpt-9t", "--model: expected one of"),
+        ("bench", "--model gpt-tiny --cluster p9", "cluster 'p9': expected one of"),
+        ("bench", "--model gpt-tiny --partition-size 3", "partition_size: expected a divisor"),
+        ("bench", "--model gpt-tiny --accumulation 0", "accumulation: expected at least 1"),
+        ("emulate", "--system zero9", "--system: expected one of mics"),
+        ("emulate", "--model gpt-tiny --partition-size 5", "partition_size: expected a divisor"),
+    ],
+)
+def test_settings_that_cannot_be(
+    command: str, settings: str, complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([command, *settings.split(), "--out", str(tmp_path)]) == 2
+    assert complaint in capsys.readouterr().err
