@@ -161,7 +161,7 @@ def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
         config.on
     ]
     title = f"{model} on {where}"
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(terminal_table(rows, title=title))
     said = verdict(rows)
     for line in said:

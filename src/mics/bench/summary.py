@@ -111,7 +111,10 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             for row in rows_of_setting
             if row.error is not None
         ]
-        said.append(f"{setting}: {_losses(ran)}")
+        if ran and ran[0].run.cluster is None:
+            said.append(f"{setting}: {_losses(ran)}")
+    if any(row.run.cluster is not None for row in rows):
+        said.append("Losses are not compared: an emulated cluster's other ranks do not compute.")
     return said
 
 
@@ -125,8 +128,6 @@ def _ranking(ran: Sequence[Row]) -> str:
 
 def _losses(ran: Sequence[Row]) -> str:
     """Whether systems that computed for real saw the same losses."""
-    if ran and ran[0].run.cluster is not None:
-        return "losses are not compared: an emulated cluster's other ranks do not compute."
     if len(ran) < 2:
         return "losses are not compared: fewer than two systems ran."
     job = ran[0].run.job

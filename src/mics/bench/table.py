@@ -94,7 +94,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells; columns that no row has anything for are left out."""
     ran = [row for row in rows if row.error is None]
     columns = [(name, value) for name, value in _COLUMNS if any(value(row) is not None for row in ran)]
-    heads = ["ranks", "partition", "accumulation", "system", *(name for name, _ in columns)]
+    heads = ["ranks", "p", "accum.", "system", *(name for name, _ in columns)]
     lines = []
     for row in rows:
         job = row.run.job
@@ -111,7 +111,9 @@ def terminal_table(rows: Sequence[Row], *, title: str) -> Table:
     heads, lines = cells(rows)
     table = Table(title=title, title_justify="left", header_style="bold")
     for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number == 3 else "right")
+        table.add_column(
+            head, justify="left" if number == 3 else "right", no_wrap=head in ("system", "step ms")
+        )
     for line in lines:
         table.add_row(*line, style="bold" if line[3] == "mics" else None)
     return table
