@@ -45,7 +45,7 @@ def _outcome(number: int, seconds: float = 1.0, losses: tuple[float, ...] = (3.0
 def test_plans_and_outcomes_travel(tmp_path: Path) -> None:
     """Through files and back, unchanged."""
     cluster = find_cluster("p4d.24xlarge:2")
-    plan = _plan(interleave(["mics", "ddp"], [(JOB, cluster), (JOB, None)], repeats=2, record=True), tmp_path)
+    plan = _plan(interleave(["mics", "ddp"], [(JOB, cluster), (JOB, 4)], repeats=2, record=True), tmp_path)
     assert [run.system for run in plan.runs] == ["mics", "ddp"] * 4
     assert [run.record for run in plan.runs] == [True] * 4 + [False] * 4
     plan.write(tmp_path / "plan.json")
@@ -76,9 +76,7 @@ def test_a_run_that_crashes_or_hangs_does_not_take_the_others_along(tmp_path: Pa
     """Each is an outcome with its reason, and the rest are measured in a new process."""
     worker = tmp_path / "worker.py"
     worker.write_text(_WORKER)
-    plan = _plan(
-        interleave(["mics", "fsdp2", "hsdp", "ddp"], [(JOB, None)], repeats=1, record=False), tmp_path
-    )
+    plan = _plan(interleave(["mics", "fsdp2", "hsdp", "ddp"], [(JOB, 4)], repeats=1, record=False), tmp_path)
     launcher: Launcher = lambda arguments: [sys.executable, str(worker), *arguments[2:]]  # noqa: E731
     said: list[str] = []
     outcomes = supervise(plan, launcher, timeout=3, say=said.append)
@@ -91,7 +89,7 @@ def test_a_run_that_crashes_or_hangs_does_not_take_the_others_along(tmp_path: Pa
 
 
 def test_a_worker_that_never_starts_ends(tmp_path: Path) -> None:
-    plan = _plan(interleave(["mics", "ddp"], [(JOB, None)], repeats=1, record=False), tmp_path)
+    plan = _plan(interleave(["mics", "ddp"], [(JOB, 4)], repeats=1, record=False), tmp_path)
     launcher: Launcher = lambda arguments: [sys.executable, "-c", "raise SystemExit(7)"]  # noqa: E731
     outcomes = supervise(plan, launcher, timeout=3, say=lambda line: None)
     assert [outcome.error for outcome in outcomes] == ["exit status 7: no output"] * 2
@@ -99,7 +97,7 @@ def test_a_worker_that_never_starts_ends(tmp_path: Path) -> None:
 
 def test_rows_and_verdict() -> None:
     """Medians over repeats, the winner named, a system that failed listed, losses compared."""
-    runs = interleave(["mics", "fsdp2", "hsdp"], [(JOB, None)], repeats=2, record=False)
+    runs = interleave(["mics", "fsdp2", "hsdp"], [(JOB, 4)], repeats=2, record=False)
     outcomes = [_outcome(0, 2.0), _outcome(1, 1.0), Outcome(number=2, error="ImportError: x")]
     outcomes += [_outcome(3, 2.0), _outcome(4, 1.0), Outcome(number=5, error="ImportError: x")]
     rows = summarise(runs, outcomes, peak_tflops=None)
@@ -117,7 +115,7 @@ def test_rows_and_verdict() -> None:
 
 @pytest.mark.parametrize("losses", [(3.0, 2.1), (3.0, float("nan"))])
 def test_losses_that_disagree_are_said(losses: tuple[float, ...]) -> None:
-    runs = interleave(["mics", "ddp"], [(JOB, None)], repeats=1, record=False)
+    runs = interleave(["mics", "ddp"], [(JOB, 4)], repeats=1, record=False)
     rows = summarise(runs, [_outcome(0), _outcome(1, losses=losses)], peak_tflops=None)
     assert not agree(rows)
     assert any("LOSSES DISAGREE" in line for line in verdict(rows))

@@ -75,7 +75,14 @@ def emulate(args: Sequence[str]) -> int:
     cluster = find_cluster(config.cluster)
     job = config.training.job(config.partition_size)
     check_partition_size(config.partition_size, cluster.world_size)
-    run = Run(number=0, system=config.system, job=job, cluster=cluster, record=True)
+    run = Run(
+        number=0,
+        system=config.system,
+        job=job,
+        world_size=cluster.world_size,
+        cluster=cluster,
+        record=True,
+    )
     plan = Plan(
         runs=(run,), num_warmup_steps=config.warmup, num_steps=config.steps, folder=str(config.out.resolve())
     )
@@ -84,21 +91,24 @@ def emulate(args: Sequence[str]) -> int:
     return print_report(row, config.out, Console())
 
 
-def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | None]]:
-    """Every cluster with every partition size."""
-    clusters: list[Cluster | None] = [None]
+def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | int]]:
+    """Every cluster (or the real ranks) with every partition size."""
+    places: list[Cluster | int] = [_num_ranks(config)]
     if config.on == "emulated":
-        clusters = [find_cluster(name) for name in config.cluster]
-    rows: list[tuple[Job, Cluster | None]] = []
-    for cluster in clusters:
-        world_size = _num_ranks(config) if cluster is None else cluster.world_size
-        node_size = _ranks_per_node(config) if cluster is None else cluster.ranks_per_node
+        places = [find_cluster(name) for name in config.cluster]
+    rows = []
+    for place in places:
+        world_size, node_size = (
+            (place, _ranks_per_node(config))
+            if isinstance(place, int)
+            else (place.world_size, place.ranks_per_node)
+        )
         for text in config.partition_size:
             if text not in ("node", "world") and not text.isdecimal():
                 raise SettingsError(f"--partition-size: expected a number, node or world, found {text!r}")
             size = {"node": node_size, "world": world_size}.get(text) or int(text)
             check_partition_size(size, world_size)
-            rows.append((config.training.job(size), cluster))
+            rows.append((config.training.job(size), place))
     return rows
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mics.bench.job import Job
 from mics.bench.picture import draw_timeline
 from mics.bench.plan import Outcome, Plan, Run
-from mics.bench.systems import SYSTEMS
+from mics.bench.systems import SYSTEMS, SystemUnavailable
 from mics.bench.systems.protocol import Batch, Trainer
 from mics.bench.timeline import Exposure, exposure, record
 from mics.bench.trace import write_trace
@@ -35,6 +35,8 @@ def measure(run: Run, plan: Plan) -> Outcome:
     try:
         with emulate(run.cluster) if run.cluster is not None else nullcontext() as emulation:
             return _measure(run, plan, device, emulation)
+    except SystemUnavailable as error:
+        return Outcome(number=run.number, error=str(error))  # on all ranks alike, before any collective
     except Exception as error:
         if run.cluster is None and dist.get_world_size() > 1:
             raise  # the other ranks may be inside a collective: only a new start is safe
@@ -62,7 +64,6 @@ def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | 
         step_seconds=_slowest(step_seconds),
         losses=_means(losses),
         same_start=trainer.same_start,
-        world_size=dist.get_world_size(),
         tokens_per_step=job.micro_batch * job.accumulation * job.model.seq_len,
         peak_allocated_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         peak_reserved_nbytes=torch.cuda.max_memory_reserved() if device.type == "cuda" else None,

@@ -21,6 +21,7 @@ class Run:
     number: int
     system: str
     job: Job
+    world_size: int
     cluster: Cluster | None = None
     """The cluster to emulate; None on real ranks."""
     record: bool = False
@@ -71,7 +72,6 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     """Of every step from the first, mean over ranks."""
     same_start: bool = True
-    world_size: int = 1
     host_seconds: float | None = None
     """What the host needs to issue a step (GPUs: on a CPU it is the step)."""
     tokens_per_step: int = 0
@@ -98,18 +98,28 @@ _OUTCOME_FIELDS = {item.name for item in fields(Outcome)}
 
 
 def interleave(
-    systems: Sequence[str], rows: Sequence[tuple[Job, Cluster | None]], *, repeats: int, record: bool
+    systems: Sequence[str],
+    rows: Sequence[tuple[Job, Cluster | int]],
+    *,
+    repeats: int,
+    record: bool,
 ) -> tuple[Run, ...]:
-    """Every system once, then every system again: what changes with time then hits all of them."""
+    """Every system once, then every system again: what changes with time then hits all of them.
+
+    A row is a job and where it runs: an emulated cluster, or so many real ranks.
+    """
     runs: list[Run] = []
     for repeat in range(repeats):
-        for job, cluster in rows:
+        for job, place in rows:
+            cluster = None if isinstance(place, int) else place
+            world_size = place if isinstance(place, int) else place.world_size
             for system in systems:
                 runs.append(
                     Run(
                         number=len(runs),
                         system=system,
                         job=job,
+                        world_size=world_size,
                         cluster=cluster,
                         record=record and repeat == 0,
                     )

@@ -31,9 +31,7 @@ class Row:
 
     @property
     def world_size(self) -> int:
-        if self.run.cluster is not None:
-            return self.run.cluster.world_size
-        return max((outcome.world_size for outcome in self.outcomes), default=1)
+        return self.run.world_size
 
     @property
     def partition_size(self) -> int:
