@@ -10,8 +10,9 @@ import mics
 def test_exports() -> None:
     """Exactly these names are public."""
     assert sorted(mics.__all__) == [
-        "CollectiveError", "MicsError", "Precision", "SettingsError", "Traffic", "allow_optimizer",
-        "clip_grad_norm_", "full_gradients", "full_optimizer_state_dict", "full_state_dict",
+        "Cluster", "CollectiveError", "Emulation", "Link", "MicsError", "Precision", "SettingsError",
+        "Traffic", "allow_optimizer",
+        "clip_grad_norm_", "emulate", "full_gradients", "full_optimizer_state_dict", "full_state_dict",
         "load_full_state_dict", "microsteps", "shard", "summon", "traffic",
     ]  # fmt: skip
     assert all(hasattr(mics, name) for name in mics.__all__)
