@@ -85,6 +85,9 @@ def test_costs_are_sane(kind: Kind, nbytes: int, first: int, step: int, size: in
     slower = replace(CLUSTER, inter=Link(bandwidth=25e9, latency=40e-6))
     assert cost(slower, kind, span, nbytes).seconds >= found.seconds
     assert (found.inter_seconds > 0) == (span.num_nodes > 1)
+    # What a node's ranks send together never goes faster than its uplink, nor a rank's than its own link.
+    assert 8 * found.inter_nbytes <= CLUSTER.inter.bandwidth * found.inter_seconds * (1 + 1e-9)
+    assert found.intra_nbytes <= CLUSTER.intra.bandwidth * found.seconds * (1 + 1e-9)
 
 
 def test_named_clusters() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,7 +55,7 @@ class Cost:
 
     @property
     def link(self) -> str:
-        """The link that decides how long it takes."""
+        """The slowest link it uses: the uplink, if it leaves the node at all."""
         return "inter" if self.inter_seconds > 0 else "intra"
 
     def __add__(self, other: Cost) -> Cost:
@@ -79,7 +79,7 @@ class Span:
     on_a_node: int  # members on the node that has the fewest
 
     @classmethod
-    def of(cls, cluster: Cluster, ranks: Sequence[int]) -> Span:
+    def of(cls, cluster: Cluster, ranks: Collection[int]) -> Span:
         per_node = Counter(cluster.node_of(rank) for rank in ranks)
         return cls(size=len(ranks), num_nodes=len(per_node), on_a_node=min(per_node.values()))
 
@@ -150,7 +150,7 @@ def _exchange(cluster: Cluster, span: Span, nbytes: int, *, num_senders: int) ->
     return Cost(
         inter_seconds=max(_hop(_uplink(cluster, span), outside * num_senders), intra),
         intra_seconds=intra,
-        inter_nbytes=outside,
+        inter_nbytes=outside * num_senders / span.on_a_node,
         intra_nbytes=inside,
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from mics.errors import SettingsError
@@ -91,11 +92,16 @@ class Topology:
 
     def replica(self, rank: int) -> int:
         """Index of the partition group that ``rank`` is in."""
-        return next(g for g, group in enumerate(self.partition_groups) if rank in group)
+        return self._places[rank][0]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """(replica, chunk) of each rank."""
+        return {rank: (g, c) for g, group in enumerate(self.partition_groups) for c, rank in enumerate(group)}
 
     def chunk(self, rank: int) -> int:
         """Index of the chunk of every unit that ``rank`` owns."""
-        return self.partition_groups[self.replica(rank)].index(rank)
+        return self._places[rank][1]
 
     def partition_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold one copy of the model together with ``rank``, in ownership order."""

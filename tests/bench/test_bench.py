@@ -93,6 +93,20 @@ def test_a_worker_that_never_starts_ends(tmp_path: Path) -> None:
     launcher: Launcher = lambda arguments: [sys.executable, "-c", "raise SystemExit(7)"]  # noqa: E731
     outcomes = supervise(plan, launcher, timeout=3, say=lambda line: None)
     assert [outcome.error for outcome in outcomes] == ["exit status 7: no output"] * 2
+    launcher = lambda arguments: [sys.executable, "-c", ""]  # noqa: E731
+    outcomes = supervise(plan, launcher, timeout=3, say=lambda line: None)
+    assert [outcome.error for outcome in outcomes] == ["ended without a result"] * 2
+
+
+def test_clusters_of_one_size_are_told_apart() -> None:
+    clusters = [find_cluster(name) for name in ("p3dn.24xlarge:1", "p5.48xlarge:1")]
+    runs = interleave(["mics", "hsdp"], [(JOB, cluster) for cluster in clusters], repeats=1, record=False)
+    rows = summarise(runs, [_outcome(number, 1.0 + number) for number in range(4)], peak_tflops=None)
+    heads, lines = cells(rows)
+    assert (
+        heads[-1] == "cluster" and [line[-1] for line in lines] == ["p3dn.24xlarge"] * 2 + ["p5.48xlarge"] * 2
+    )
+    assert len([line for line in verdict(rows) if "shortest step" in line]) == 2
 
 
 def test_rows_and_verdict() -> None:
@@ -113,10 +127,10 @@ def test_rows_and_verdict() -> None:
     assert markdown_table(rows).count("\n") == 4
 
 
-@pytest.mark.parametrize("losses", [(3.0, 2.1), (3.0, float("nan"))])
+@pytest.mark.parametrize("losses", [(3.0, 2.1), (3.0, float("nan")), (float("nan"), 2.0)])
 def test_losses_that_disagree_are_said(losses: tuple[float, ...]) -> None:
-    runs = interleave(["mics", "ddp"], [(JOB, 4)], repeats=1, record=False)
-    rows = summarise(runs, [_outcome(0), _outcome(1, losses=losses)], peak_tflops=None)
+    runs = interleave(["mics", "ddp", "hsdp"], [(JOB, 4)], repeats=1, record=False)
+    rows = summarise(runs, [_outcome(0), _outcome(1, losses=losses), _outcome(2)], peak_tflops=None)
     assert not agree(rows)
     assert any("LOSSES DISAGREE" in line for line in verdict(rows))
 
@@ -161,7 +175,12 @@ def test_emulate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ("bench", "--model gpt-tiny --cluster p9", "cluster 'p9': expected one of"),
         ("bench", "--model gpt-tiny --partition-size 3", "partition_size: expected a divisor"),
         ("bench", "--model gpt-tiny --accumulation 0", "accumulation: expected at least 1"),
-        ("emulate", "--system zero9", "--system: expected one of mics"),
+        ("bench", "--model gpt-tiny --repeats 0", "--repeats: expected at least 1, found 0"),
+        ("bench", "--model gpt-tiny --partition-size many", "expected a number, node or world"),
+        ("bench", "--on ranks --ranks 0", "--ranks: expected at least 1"),
+        ("emulate", "--steps 0", "--steps: expected at least 1"),
+        ("emulate", "--warmup -1", "--warmup: expected at least 0"),
+        ("emulate", "--system zero9", "--system: expected some of mics"),
         ("emulate", "--model gpt-tiny --partition-size 5", "partition_size: expected a divisor"),
     ],
 )

@@ -91,8 +91,8 @@ def test_systems_equal_training_in_one_process(job: Job) -> None:
 def test_systems_agree_in_bf16() -> None:
     """bf16 parameters with fp32 masters, and DDP's autocast: the same up to the format's rounding."""
     expected = pytest.approx(_train_alone(LOWERED), abs=5e-3)
-    # Ranks of its own: after autocast to bfloat16 some builds of torch multiply float32 differently, for good,
-    # and other tests compare bits.
+    # Ranks of its own: after autocast to bfloat16 some builds of torch multiply float32 differently from
+    # then on, and other tests compare bits.
     with RankPool() as pool:
         found = pool.run(NUM_RANKS, _train, TORCH_SYSTEMS, LOWERED, ranks_per_node=2)[0]
     assert found == dict.fromkeys(TORCH_SYSTEMS, expected)

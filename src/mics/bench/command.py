@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from mics.bench.picture import draw_scaling, draw_systems
 from mics.bench.plan import Outcome, Plan, Run, interleave
 from mics.bench.report import print_report
 from mics.bench.summary import Row, agree, summarise, verdict
-from mics.bench.supervise import Launcher, in_one_process, in_ranks, supervise
+from mics.bench.supervise import Launcher, in_one_process, in_ranks, read_results, supervise
 from mics.bench.systems import SYSTEMS
 from mics.bench.table import markdown_table, terminal_table
 from mics.bench.worker import work
@@ -36,10 +37,8 @@ from mics.train.hardware import peak_tflops
 def bench(args: Sequence[str]) -> int:
     """Compare systems. 0 if those that ran agree, 1 if not or if mics did not run."""
     config = tyro.cli(BenchConfig, prog="mics bench", args=list(args))
-    unknown = [name for name in config.systems if name not in SYSTEMS]
-    if unknown:
-        raise SettingsError(f"--systems: expected some of {', '.join(SYSTEMS)}, found {', '.join(unknown)}")
-    config.out.mkdir(parents=True, exist_ok=True)
+    config.check()
+    _make_folder(config.out)
     plan = Plan(
         runs=interleave(
             config.systems, _rows(config), repeats=config.repeats, record=config.on == "emulated"
@@ -53,6 +52,7 @@ def bench(args: Sequence[str]) -> int:
         if outcomes is None:
             return 0
     else:
+        signal.signal(signal.SIGTERM, _leave)  # so that what was started is ended
         console = Console(stderr=True)
         launcher, cwd = _launcher(config)
         outcomes = supervise(
@@ -69,9 +69,8 @@ def bench(args: Sequence[str]) -> int:
 def emulate(args: Sequence[str]) -> int:
     """Measure one system on an emulated cluster, in this process."""
     config = tyro.cli(EmulateConfig, prog="mics emulate", args=list(args))
-    if config.system not in SYSTEMS:
-        raise SettingsError(f"--system: expected one of {', '.join(SYSTEMS)}, found {config.system!r}")
-    config.out.mkdir(parents=True, exist_ok=True)
+    config.check()
+    _make_folder(config.out)
     cluster = find_cluster(config.cluster)
     job = config.training.job(config.partition_size)
     check_partition_size(config.partition_size, cluster.world_size)
@@ -89,6 +88,17 @@ def emulate(args: Sequence[str]) -> int:
     Console(stderr=True).print(f"{config.system} as rank 0 of {cluster.world_size} ({config.cluster}) ...")
     (row,) = summarise(plan.runs, [measure(run, plan)], _peak())
     return print_report(row, config.out, Console())
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--out {folder}: {error.strerror or error}") from error
 
 
 def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | int]]:
@@ -157,11 +167,26 @@ def _as_rank(plan: Plan, config: BenchConfig) -> list[Outcome] | None:
     rank = int(os.environ["RANK"])
     if rank == 0:
         results.unlink(missing_ok=True)
-    work(plan, results, [run.number for run in plan.runs])
+    apart = [run.number for run in plan.runs if SYSTEMS[run.system].isolated]
+    problem = None
+    try:
+        work(plan, results, [run.number for run in plan.runs if run.number not in apart])
+    except Exception as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        if rank != 0:
+            raise
     if rank != 0:
         return None
-    lines = [line for line in results.read_text().splitlines() if '"started"' not in line]
-    return [Outcome.from_line(line) for line in lines]
+    started, found = read_results(results)
+    outcomes = []
+    for run in plan.runs:
+        reason = "not run: the ranks were gone"
+        if run.number in apart:
+            reason = "needs processes of its own: let mics bench start the ranks, without torchrun"
+        elif started and run.number == started[-1]:
+            reason = problem or reason
+        outcomes.append(found.get(run.number) or Outcome(number=run.number, error=reason))
+    return outcomes
 
 
 def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
@@ -212,8 +237,14 @@ def _draw(rows: list[Row], file: Path, title: str) -> None:
         draw_scaling(file, series, title=title, label="model TFLOP/s a GPU")
         return
     many = len({row.setting for row in ran}) > 1
+    clusters = {row.run.cluster.name for row in ran if row.run.cluster is not None}
+
+    def name(row: Row) -> str:
+        where = f"{row.run.cluster.name} " if row.run.cluster is not None and len(clusters) > 1 else ""
+        return f"{where}{row.world_size}/{row.partition_size} {row.run.system}" if many else row.run.system
+
     bars = {
-        f"{row.world_size}/{row.partition_size} {row.run.system}" if many else row.run.system: (
+        name(row): (
             1e3 * row.step_seconds[0], 1e3 * row.step_seconds[1], 1e3 * row.step_seconds[2]
         )
         for row in ran

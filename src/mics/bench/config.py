@@ -98,6 +98,16 @@ class BenchConfig:
     theme: str | None = None
     """Also keep the result as benchmarks/results/THEME_HARDWARE_DATE.md."""
 
+    def check(self) -> None:
+        """Raise if something cannot be, before anything is started."""
+        _check_systems("--systems", self.systems)
+        for name in ("cluster", "partition_size"):
+            if not getattr(self, name):
+                raise SettingsError(f"--{name.replace('_', '-')}: expected at least one, found none")
+        _check_counts(self, warmup=0, steps=1, repeats=1, hosts=1)
+        if self.ranks is not None:
+            _check_counts(self, ranks=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmulateConfig:
@@ -106,8 +116,8 @@ class EmulateConfig:
     cluster: Annotated[str, tyro.conf.arg(help=_CLUSTERS.replace(", several for several rows", ""))] = (
         "p4d.24xlarge:8"
     )
-    system: str = "mics"
-    """What to train with; see mics bench --help for the names."""
+    system: Annotated[str, tyro.conf.arg(help=", ".join(SYSTEMS))] = "mics"
+    """What to train with: one of those that mics bench compares."""
     partition_size: int = 8
     """Ranks of a partition group."""
     training: Annotated[Training, tyro.conf.arg(name="")] = field(default_factory=Training)
@@ -117,3 +127,21 @@ class EmulateConfig:
     """Timed steps."""
     out: Path = Path("runs/emulate")
     """Folder for the trace and the timeline."""
+
+    def check(self) -> None:
+        """Raise if something cannot be, before anything is started."""
+        _check_systems("--system", (self.system,))
+        _check_counts(self, warmup=0, steps=1)
+
+
+def _check_systems(flag: str, names: tuple[str, ...]) -> None:
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown or not names:
+        found = ", ".join(unknown) or "none"
+        raise SettingsError(f"{flag}: expected some of {', '.join(SYSTEMS)}, found {found}")
+
+
+def _check_counts(config: object, **least: int) -> None:
+    for name, lowest in least.items():
+        if getattr(config, name) < lowest:
+            raise SettingsError(f"--{name}: expected at least {lowest}, found {getattr(config, name)}")

@@ -56,9 +56,14 @@ def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | 
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    if run.cluster is None:
+        dist.barrier()
     sent = sent_nbytes()
     timed = _time_on_device if device.type == "cuda" else _time_on_host
     step_seconds = timed(lambda: losses.append(trainer.step(next(steps))), plan.num_steps)
+    if run.cluster is None:
+        dist.barrier()
+    sent_after = sent_nbytes()  # before the exchanges below
     outcome = Outcome(
         number=run.number,
         step_seconds=_slowest(step_seconds),
@@ -70,7 +75,7 @@ def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | 
         num_alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - retries
         if device.type == "cuda"
         else None,
-        uplink_nbytes=_most(sent_nbytes(), sent, plan.num_steps),
+        uplink_nbytes=_most(sent_after, sent, plan.num_steps),
     )
     if emulation is not None and run.record:
         batches = next(steps)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
+from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run
 from mics.bench.systems import SYSTEMS
+from mics.topology import Cluster
+
+_DISAGREE: Final = "LOSSES DISAGREE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,10 @@ class Row:
     @property
     def setting(self) -> str:
         job = self.run.job
-        return f"{self.world_size} ranks, partition {job.partition_size}, accumulation {job.accumulation}"
+        where = "" if self.run.cluster is None else f"{self.run.cluster.name}, "
+        return (
+            f"{where}{self.world_size} ranks, partition {job.partition_size}, accumulation {job.accumulation}"
+        )
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
@@ -85,9 +93,9 @@ class Row:
 
 def summarise(runs: Sequence[Run], outcomes: Sequence[Outcome], peak_tflops: float | None) -> list[Row]:
     """Rows in the order in which they were first run."""
-    grouped: dict[str, list[tuple[Run, Outcome]]] = {}
+    grouped: dict[tuple[str, Job, Cluster | None], list[tuple[Run, Outcome]]] = {}
     for run, outcome in zip(runs, outcomes, strict=True):
-        grouped.setdefault(run.row, []).append((run, outcome))
+        grouped.setdefault((run.system, run.job, run.cluster), []).append((run, outcome))
     return [
         Row(run=pairs[0][0], outcomes=tuple(outcome for _, outcome in pairs), peak_tflops=peak_tflops)
         for pairs in grouped.values()
@@ -109,6 +117,13 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             for row in rows_of_setting
             if row.error is not None
         ]
+        for row in ran:
+            failed = [outcome for outcome in row.outcomes if outcome.error is not None]
+            if failed:
+                said.append(
+                    f"{setting}: {row.run.system} failed in {len(failed)} of {len(row.outcomes)} repeats: "
+                    f"{failed[0].error}"
+                )
         if ran and ran[0].run.cluster is None:
             said.append(f"{setting}: {_losses(ran)}")
     if any(row.run.cluster is not None for row in rows):
@@ -132,16 +147,20 @@ def _losses(ran: Sequence[Row]) -> str:
     # A format's own rounding, amplified over the steps: a wrong gradient is off by far more.
     allowed = 2e-2 if "bfloat16" in (job.param_dtype, job.reduce_dtype) else 1e-4
     worst, where = 0.0, ""
-    for row in ran[1:]:
-        for ours, theirs in zip(ran[0].good[0].losses, row.good[0].losses, strict=True):
-            difference = abs(ours - theirs) / max(1e-12, abs(ours))
-            if not difference <= worst:
-                worst, where = difference, f"{ran[0].run.system} {ours:.6f}, {row.run.system} {theirs:.6f}"
+    first = ran[0].good[0].losses
+    for row in ran:
+        for outcome in row.good:
+            for ours, theirs in zip(first, outcome.losses, strict=True):
+                difference = abs(ours - theirs) / max(1e-12, abs(ours))
+                difference = difference if math.isfinite(difference) else math.inf
+                if difference > worst:
+                    worst = difference
+                    where = f"{ran[0].run.system} {ours:.6f}, {row.run.system} {theirs:.6f}"
     if worst <= allowed:
         return f"losses of all {len(ran)} systems agree to {worst:.1e} (allowed {allowed:.0e})."
-    return f"LOSSES DISAGREE by {worst:.1e} ({where}); allowed is {allowed:.0e}."
+    return f"{_DISAGREE} by {worst:.1e} ({where}); allowed is {allowed:.0e}."
 
 
 def agree(rows: Sequence[Row]) -> bool:
     """No system computed something else."""
-    return not any("LOSSES DISAGREE" in line for line in verdict(rows))
+    return not any(_DISAGREE in line for line in verdict(rows))

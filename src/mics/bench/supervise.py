@@ -50,10 +50,10 @@ def supervise(
             chosen = ",".join(map(str, numbers))
             command = launcher(["-m", "mics.bench.worker", str(file), str(results), chosen])
             problem = _run(command, results, log, timeout=timeout, say=say, cwd=cwd)
-            started, found = _read(results)
+            started, found = read_results(results)
             outcomes.update(found)
             broken = [number for number in started if number not in found]
-            if problem is not None and not found and not broken:
+            if not found and not broken:
                 broken = numbers[:1]  # it never got to the first
             for number in broken:
                 outcomes[number] = Outcome(number=number, error=problem or "ended without a result")
@@ -106,7 +106,9 @@ def _run(
 
 
 def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
+    # Those of a launcher around this process are not meant for the ones it starts.
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("PYTHONUNBUFFERED", "1")
     return environment
@@ -137,7 +139,8 @@ def _reason(log: Path, status: int) -> str:
     return f"{how}: {told[:400]}"
 
 
-def _read(results: Path) -> tuple[list[int], dict[int, Outcome]]:
+def read_results(results: Path) -> tuple[list[int], dict[int, Outcome]]:
+    """Numbers of the runs that were begun, and the outcomes of those that ended."""
     started: list[int] = []
     found: dict[int, Outcome] = {}
     if results.exists():
@@ -152,7 +155,7 @@ def _read(results: Path) -> tuple[list[int], dict[int, Outcome]]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Leave nothing running."""
-    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+    for sign, patience in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 10.0)):
         if process.poll() is None:
             try:
                 os.killpg(process.pid, sign)

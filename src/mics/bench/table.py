@@ -93,8 +93,11 @@ def _count(number: float | None) -> str | None:
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells; columns that no row has anything for are left out."""
     ran = [row for row in rows if row.error is None]
+    clusters = {row.run.cluster.name for row in rows if row.run.cluster is not None}
     columns = [(name, value) for name, value in _COLUMNS if any(value(row) is not None for row in ran)]
     heads = ["ranks", "p", "accum.", "system", *(name for name, _ in columns)]
+    if len(clusters) > 1:
+        heads.append("cluster")
     lines = []
     for row in rows:
         job = row.run.job
@@ -103,6 +106,8 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             line += ["did not run", *["" for _ in columns[1:]]]
         else:
             line += [value(row) or "" for _, value in columns]
+        if len(clusters) > 1:
+            line.append("" if row.run.cluster is None else row.run.cluster.name)
         lines.append(line)
     return heads, lines
 

@@ -37,6 +37,8 @@ class World:
         """``value`` of every rank."""
         if self.default_group is None:
             return [value]
+        if emulated_cluster() is not None:
+            return [value] * self.size  # imagined ranks say what this one says
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values

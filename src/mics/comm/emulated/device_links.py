@@ -19,7 +19,7 @@ import torch
 from mics.comm.emulated.log import Times
 from mics.cost import Cost
 
-_CAPACITY: Final = 1 << 16  # collectives whose times are kept
+CAPACITY: Final = 1 << 16  # collectives whose times are kept
 
 _SOURCE: Final = r"""
 typedef long long i64;
@@ -74,7 +74,7 @@ class DeviceLinks:
             self._reserve_kernel = _Kernel(RESERVE, num_args=4)
             self._wait_kernel = _Kernel(WAIT, num_args=1)
         self._state = torch.zeros(3, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(_CAPACITY, 3, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(CAPACITY, 3, dtype=torch.int64, device=device)
         self._num_reserved = 0
         torch.cuda.synchronize(device)  # the zeros were written on one stream, kernels come on any
         # Nanoseconds since 1970 do not fit the digits of a float: count from now.
@@ -99,23 +99,18 @@ class DeviceLinks:
         """Let ``stream`` go on when collective ``number`` has ended."""
         self._wait_kernel.launch(stream, self._row(number))
 
-    def times(self, first: int) -> list[Times]:
-        """Times of the collectives from number ``first`` on. Waits for the device."""
-        if self._num_reserved - first > _CAPACITY:
-            raise RuntimeError(
-                f"times of {self._num_reserved - first} collectives asked for, {_CAPACITY} are kept; "
-                "ask for fewer steps at a time"
-            )
+    def times(self, count: int) -> list[Times]:
+        """Times of the last ``count`` collectives, at most CAPACITY. Waits for the device."""
         torch.cuda.synchronize(self._rows.device)
         rows = self._rows.tolist()
         found = (
-            [(time - self._origin) * 1e-9 for time in rows[number % _CAPACITY]]
-            for number in range(first, self._num_reserved)
+            [(time - self._origin) * 1e-9 for time in rows[number % CAPACITY]]
+            for number in range(self._num_reserved - count, self._num_reserved)
         )
         return [Times(arrival=arrival, start=start, end=end) for arrival, start, end in found]
 
     def _row(self, number: int) -> int:
-        return self._rows.data_ptr() + number % _CAPACITY * 24
+        return self._rows.data_ptr() + number % CAPACITY * 24
 
 
 class _Kernel:

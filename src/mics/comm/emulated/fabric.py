@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics.comm.emulated.device_links import DeviceLinks
+from mics.comm.emulated.device_links import CAPACITY, DeviceLinks
 from mics.comm.emulated.host_links import HostLinks
 from mics.comm.emulated.log import Collective, Times
 from mics.cost import FREE, Cost, Kind, Span, cost
@@ -39,11 +39,13 @@ class Fabric:
         self.free = False  # collectives take no time
         self._host = HostLinks()
         self._device: DeviceLinks | None = None
-        self._host_log: list[tuple[Call, Times]] = []
-        self._device_log: list[Call] = []
-        self._device_first = 0  # number of the first call of the device log
+        self._host_log: deque[tuple[Call, Times]] = deque(maxlen=CAPACITY)
+        self._device_log: deque[Call] = deque(maxlen=CAPACITY)
+        self._issuing = threading.Lock()  # autograd's threads issue collectives too
         self._in_flight: deque[_DeviceWork] = deque()  # on side streams, perhaps never waited for
-        self._blocked: list[tuple[float, float]] = []  # when the host waited for a collective of the CPU
+        self._blocked: deque[tuple[float, float]] = deque(
+            maxlen=CAPACITY
+        )  # when the host waited for a collective of the CPU
 
     def price(self, kind: Kind, span: Span, nbytes: int) -> Cost:
         return FREE if self.free else cost(self.cluster, kind, span, nbytes)
@@ -75,10 +77,11 @@ class Fabric:
         if side is not None:
             side.wait_stream(current)
         with torch.cuda.stream(stream):
-            number = links.reserve(call.cost, stream.cuda_stream)
+            with self._issuing:
+                number = links.reserve(call.cost, stream.cuda_stream)
+                self._device_log.append(call)
             write()
             links.wait(number, stream.cuda_stream)
-        self._device_log.append(call)
         if side is None:
             return _DeviceWork(stream, None, outputs)
         while self._in_flight and self._in_flight[0].is_completed():
@@ -91,14 +94,13 @@ class Fabric:
         """Forget what has happened so far."""
         self._host_log.clear()
         self._blocked.clear()
-        self._device_first += len(self._device_log)
         self._device_log.clear()
 
     def collectives(self) -> list[Collective]:
         """What has happened since the last ``clear``: on the device if anything did, else on the host."""
         if self._device_log:
             assert self._device is not None
-            pairs = list(zip(self._device_log, self._device.times(self._device_first), strict=True))
+            pairs = list(zip(self._device_log, self._device.times(len(self._device_log)), strict=True))
         else:
             pairs = list(self._host_log)
         return [
@@ -163,9 +165,13 @@ class _HostWork(dist.Work):
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
 
         def complete() -> None:
-            if self._written is not None:
-                self._written.result()
-            future.set_result(self._outputs)
+            try:
+                if self._written is not None:
+                    self._written.result()
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(self._outputs)
 
         timer = threading.Timer(max(0.0, self._end - time.perf_counter()), complete)
         timer.daemon = True

@@ -7,9 +7,10 @@ is a copy of this rank's own where there is one, else zeros.
 
 from __future__ import annotations
 
-import math
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ReduceOp
 
 from mics.comm.emulated.fabric import Call, Fabric
-from mics.cost import Kind, Span
+from mics.cost import FREE, Cost, Kind, Span
 
 NAME = "emulated"
 
@@ -35,12 +36,13 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, fabric: Fabric, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
         super().__init__(rank, len(ranks))
-        self._fabric = fabric
+        self.fabric = fabric
+        self._ranks = list(ranks)
         self._span = Span.of(fabric.cluster, ranks)
         # Asynchronous collectives run on these, in order.
         self._stream: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._gathering: list[tuple[Kind, int, Callable[[], None], list[Tensor], list[Tensor]]] | None = None
+        self._gathering: list[_Pending] | None = None  # calls of a coalesced region
         self._factors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._sent: dict[tuple[torch.dtype, int], Tensor] = {}  # small host tensors: pickled objects
         self.options = SimpleNamespace(_timeout=timeout)
@@ -93,6 +95,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # -- gathers ----------------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        _check("all-gather", output, input, self.size())
         return self._run(
             Kind.ALL_GATHER, output, lambda: self._spread(output, input), [output], [input], opts
         )
@@ -140,6 +143,8 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # -- reductions -------------------------------------------------------------------------------
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        _check("reduce-scatter", input, output, self.size())
+
         def write() -> None:
             _reduce(output, _own_part(input, output, self.rank()), self.size(), opts)
 
@@ -184,10 +189,18 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # -- the rest ---------------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._run(Kind.BROADCAST, tensors, _nothing, tensors, [], opts)
+        def write() -> None:
+            if opts is not None and opts.rootRank != self.rank():
+                for tensor in tensors:
+                    _pretend_object(tensor)
+
+        return self._run(Kind.BROADCAST, tensors, write, tensors, [], opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         def write() -> None:
+            if not inputs:  # another rank is the root
+                for output in outputs:
+                    _pretend_object(output.zero_())
             for output, parts in zip(outputs, inputs, strict=False):
                 output.copy_(parts[self.rank()])
 
@@ -219,22 +232,25 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         for tensor in tensors:
             if tensor.device.type == "cpu":
-                self._sent[tensor.dtype, tensor.numel()] = tensor.clone()
-        return self._run(Kind.SEND, tensors, _nothing, tensors, [], None)
+                self._sent[tensor.dtype, tensor.numel()] = tensor.detach().clone()
+        return self._run(Kind.SEND, tensors, _nothing, tensors, [], None, self._pair(dst))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         def write() -> None:
             for tensor in tensors:
                 sent = self._sent.get((tensor.dtype, tensor.numel()))
                 if sent is None:
-                    tensor.zero_()
+                    _pretend_object(tensor.zero_())
                 else:
                     tensor.copy_(sent.view_as(tensor))
 
-        return self._run(Kind.RECV, tensors, write, tensors, [], None)
+        return self._run(Kind.RECV, tensors, write, tensors, [], None, self._pair(src))
+
+    def _pair(self, peer: int) -> Span:
+        return Span.of(self.fabric.cluster, {self._ranks[self.rank()], self._ranks[peer]})
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        return self.recv(tensors, 0, tag)
+        return self.recv(tensors, (self.rank() + 1) % self.size(), tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         token = torch.zeros(1)
@@ -255,21 +271,32 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._gathering = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """One collective for all that were called since the start: one latency, the bytes of all."""
+        """One collective for all that were called since the start."""
         calls, self._gathering = self._gathering or [], None
         if not calls:
-            return self._run(Kind.BARRIER, 0, _nothing, [torch.zeros(1)], [], None)
+            return self.barrier()
 
         def write() -> None:
-            for _, _, one, _, _ in calls:
-                one()
+            for call in calls:
+                call.write()
 
-        outputs = [tensor for _, _, _, of_call, _ in calls for tensor in of_call]
-        inputs = [tensor for _, _, _, _, of_call in calls for tensor in of_call]
-        # Sends and receives of one batch use both directions of the link at once: the larger counts.
-        by_kind = {kind: sum(n for of, n, *_ in calls if of is kind) for kind, *_ in calls}
-        kind = max(by_kind, key=lambda found: by_kind[found])
-        return self._run(kind, by_kind[kind], write, outputs, inputs, None)
+        outputs = [tensor for call in calls for tensor in call.outputs]
+        inputs = [tensor for call in calls for tensor in call.inputs]
+        largest = max(calls, key=lambda call: call.nbytes)
+        nbytes = sum(call.nbytes for call in calls)
+        return self._issue(largest.kind, nbytes, self._price_together(calls), write, outputs, inputs, True)
+
+    def _price_together(self, calls: Sequence[_Pending]) -> Cost:
+        """Calls of one kind are one message. Sends and receives use both directions of a link at once."""
+        price, both_ways = FREE, [FREE]
+        for kind, span in dict.fromkeys((call.kind, call.span) for call in calls):
+            nbytes = sum(call.nbytes for call in calls if (call.kind, call.span) == (kind, span))
+            found = self.fabric.price(kind, span, nbytes)
+            if kind in (Kind.SEND, Kind.RECV):
+                both_ways.append(found)
+            else:
+                price = price + found
+        return price + max(both_ways, key=lambda found: found.seconds)
 
     def _run(
         self,
@@ -279,23 +306,40 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         outputs: list[Tensor],
         inputs: list[Tensor],
         opts: Any,
+        span: Span | None = None,
     ) -> dist.Work:
         """Charge ``kind`` over ``size`` (bytes, or tensors that have them); ``write`` brings the data."""
         nbytes = size if isinstance(size, int) else _nbytes([size] if isinstance(size, Tensor) else size)
+        span = span or self._span
         if self._gathering is not None:
-            self._gathering.append((kind, nbytes, write, outputs, inputs))
+            self._gathering.append(_Pending(kind, nbytes, span, write, outputs, inputs))
             return _Later()
-        price = self._fabric.price(kind, self._span, nbytes)
+        price = self.fabric.price(kind, span, nbytes)
+        return self._issue(kind, nbytes, price, write, outputs, inputs, getattr(opts, "asyncOp", True))
+
+    def _issue(
+        self,
+        kind: Kind,
+        nbytes: int,
+        price: Cost,
+        write: Callable[[], None],
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        asynchronous: bool,
+    ) -> dist.Work:
         call = Call(kind=kind, group=self._desc, span=self._span, nbytes=nbytes, cost=price)
-        with torch.no_grad():
-            device = next(tensor.device for tensor in (*outputs, *inputs))
-            asynchronous = getattr(opts, "asyncOp", True)
-            if device.type != "cuda":
-                return self._fabric.on_host(
-                    call, write, outputs, self._side_thread() if asynchronous else None
-                )
-            side = self._side_stream(device) if asynchronous else None
-            return self._fabric.on_device(call, write, outputs, inputs, device, side)
+        device = next(tensor.device for tensor in (*outputs, *inputs))
+        inference = torch.is_inference_mode_enabled()
+
+        def write_data() -> None:  # perhaps in a thread, where torch's modes are the default ones
+            with torch.inference_mode(inference), torch.no_grad():
+                write()
+
+        if device.type != "cuda":
+            thread = self._side_thread() if asynchronous else None
+            return self.fabric.on_host(call, write_data, outputs, thread)
+        side = self._side_stream(device) if asynchronous else None
+        return self.fabric.on_device(call, write_data, outputs, inputs, device, side)
 
     def _spread(self, output: Tensor, own: Tensor) -> None:
         """``output`` = ``own`` at this rank's place, and at the others' places something like it."""
@@ -333,6 +377,18 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._thread
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A call inside a coalesced region."""
+
+    kind: Kind
+    nbytes: int
+    span: Span
+    write: Callable[[], None]
+    outputs: list[Tensor]
+    inputs: list[Tensor]
+
+
 class _Later(dist.Work):
     """Stands for a call inside a coalesced region: the region's own work is the one to wait for."""
 
@@ -347,18 +403,40 @@ def _nothing() -> None:
     pass
 
 
+def _check(what: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """Real backends refuse buffers that do not fit, and so must this one."""
+    if whole.numel() != size * part.numel() or whole.dtype is not part.dtype:
+        raise ValueError(
+            f"{what} over {size} ranks: expected a whole of {size} x {part.numel()} {part.dtype}, "
+            f"found {whole.numel()} {whole.dtype}"
+        )
+
+
+_NONE = torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)
+
+
+def _pretend_object(tensor: Tensor) -> None:
+    """What another rank's pickled object looks like here: None. Objects come as a length and as bytes."""
+    if tensor.device.type != "cpu":
+        return
+    if tensor.dtype is torch.int64:
+        tensor.fill_(_NONE.numel())
+    elif tensor.dtype is torch.uint8:
+        _fill(tensor, _NONE)
+
+
 def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _fill(output: Tensor, source: Tensor) -> None:
     """Fill ``output`` with what is in ``source``, repeated or cut to fit."""
-    flat, part = output.view(-1), source.reshape(-1)
-    if part.numel() == 0:
-        flat.zero_()
+    part = source.reshape(-1)
+    if part.numel() == 0 or output.numel() == 0:
+        output.zero_()
         return
-    count = math.ceil(flat.numel() / part.numel())
-    flat.copy_(part.repeat(count)[: flat.numel()] if count != 1 else part[: flat.numel()])
+    count = -(-output.numel() // part.numel())
+    output.copy_(part.repeat(count)[: output.numel()].view(output.shape))
 
 
 def _like(own: Tensor, part: Tensor) -> Tensor:
@@ -374,7 +452,9 @@ def _own_part(whole: Tensor, output: Tensor, rank: int) -> Tensor:
 def _reduce(output: Tensor, own: Tensor, size: int, opts: Any) -> None:
     """``output`` = ``own`` reduced over ``size`` equal members."""
     op = getattr(opts, "reduceOp", ReduceOp.SUM)
-    if op == ReduceOp.SUM and own.dtype != torch.bool:
+    if own.dtype is torch.bool or (own.dtype.is_floating_point and own.dtype.itemsize == 1):
+        op = ReduceOp.MAX  # no arithmetic in these formats
+    if op == ReduceOp.SUM:
         torch.mul(own, size, out=output)
     elif op == ReduceOp.PRODUCT:
         torch.pow(own, size, out=output)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qsl, unquote, urlparse
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
@@ -24,7 +24,7 @@ from mics.topology import Cluster
 
 _DEFAULT = "p4d.24xlarge"
 
-_fabric: Fabric | None = None  # of the default group that is initialised now
+_armed: Fabric | None = None  # for the world that is about to be initialised
 
 
 class Emulation:
@@ -32,6 +32,7 @@ class Emulation:
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
+        self._world = dist.group.WORLD
 
     @property
     def cluster(self) -> Cluster:
@@ -59,12 +60,9 @@ class Emulation:
             self._fabric.free = False
 
     def close(self) -> None:
-        """End it: afterwards no process group is initialised."""
-        global _fabric
-        if _fabric is self._fabric:
-            _fabric = None
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        """End it: afterwards no process group is initialised, unless somebody initialised another."""
+        if dist.is_initialized() and dist.group.WORLD is self._world:
+            dist.destroy_process_group()
 
     def __enter__(self) -> Self:
         return self
@@ -87,39 +85,49 @@ def emulate(cluster: Cluster | str, *, timeout: timedelta = timedelta(minutes=10
             "mics.emulate: expected no process group, found an initialised one; call "
             "torch.distributed.destroy_process_group() first"
         )
-    fabric = _start(found)
+    fabric = _arm(found)
     dist.init_process_group(NAME, store=HashStore(), rank=0, world_size=found.world_size, timeout=timeout)
     return Emulation(fabric)
 
 
 def emulated_cluster() -> Cluster | None:
     """The cluster that this process emulates, or None where the process group is a real one."""
-    if _fabric is None or not dist.is_initialized():
-        return None
-    return _fabric.cluster if isinstance(dist.group.WORLD, EmulatedGroup) else None
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return world.fabric.cluster if isinstance(world, EmulatedGroup) else None
 
 
-def _start(cluster: Cluster) -> Fabric:
-    global _fabric
-    _fabric = Fabric(cluster)
-    return _fabric
+def _arm(cluster: Cluster) -> Fabric:
+    global _armed
+    _armed = Fabric(cluster)
+    return _armed
 
 
 def _create(options: Any, backend_options: Any) -> EmulatedGroup:
     """A group for torch: the first one is the world and brings the cluster into being."""
-    global _fabric
+    global _armed
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    if _fabric is None or not dist.is_initialized():
-        size = options.group_size
-        if _fabric is None or _fabric.cluster.world_size != size:
-            _fabric = Fabric(_default_cluster(size))
-    return EmulatedGroup(_fabric, ranks, options.group_rank, options.timeout)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(world, EmulatedGroup):
+        fabric = world.fabric
+    elif _armed is not None:
+        fabric = _armed
+    else:
+        fabric = Fabric(_default_cluster(options.group_size))
+    _armed = None
+    return EmulatedGroup(fabric, ranks, options.group_rank, options.timeout)
 
 
 def _default_cluster(world_size: int) -> Cluster:
     """Without `emulate`: what MICS_CLUSTER names, with as many nodes as the world needs."""
     cluster = find_cluster(os.environ.get("MICS_CLUSTER", _DEFAULT))
-    return replace(cluster, num_nodes=-(-world_size // cluster.ranks_per_node))
+    if world_size < cluster.ranks_per_node:
+        return replace(cluster, num_nodes=1, ranks_per_node=world_size)
+    if world_size % cluster.ranks_per_node:
+        raise SettingsError(
+            f"emulated world of {world_size}: expected whole nodes of {cluster.ranks_per_node} ranks "
+            f"({cluster.name}); choose a multiple, or another cluster with MICS_CLUSTER or mics.emulate()"
+        )
+    return replace(cluster, num_nodes=world_size // cluster.ranks_per_node)
 
 
 def _rendezvous(
@@ -128,8 +136,14 @@ def _rendezvous(
     """``init_process_group("emulated", init_method="emulated://p4d.24xlarge:16")``."""
     parsed = urlparse(url)
     cluster = find_cluster(unquote(parsed.netloc + parsed.path))
-    _start(cluster)
-    yield HashStore(), 0, cluster.world_size
+    asked = {key: int(value) for key, value in parse_qsl(parsed.query)}
+    rank, world_size = asked.get("rank", 0), asked.get("world_size", cluster.world_size)
+    if world_size != cluster.world_size or not 0 <= rank < world_size:
+        raise SettingsError(
+            f"{url}: expected a rank of the cluster's {cluster.world_size}, found rank {rank} of {world_size}"
+        )
+    _arm(cluster)
+    yield HashStore(), rank, world_size
 
 
 def _register() -> None:
