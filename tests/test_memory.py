@@ -52,7 +52,7 @@ def _live_nbytes() -> int:
 
 
 def _train_and_measure(
-    partition_size: int, optimizer_sharding: str, width: int, num_blocks: int
+    partition_size: int, optimizer_sharding: str, width: int, num_blocks: int, prefetch: int
 ) -> dict[str, float]:
     before = _live_nbytes()
     model = Stack(width, num_blocks)
@@ -61,6 +61,7 @@ def _train_and_measure(
         partition_size=partition_size,
         optimizer_sharding=optimizer_sharding,
         precision=mics.Precision(param=torch.bfloat16),
+        prefetch=prefetch,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = engine_of(model)
@@ -104,12 +105,18 @@ def _train_and_measure(
     }
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("optimizer_sharding", ["world", "partition"])
 @pytest.mark.parametrize(("world_size", "partition_size"), [(4, 2), (4, 4), (6, 3), (4, 1)])
-def test_every_term_equals_its_formula(world_size: int, partition_size: int, optimizer_sharding: str) -> None:
-    """2P/p parameters, 4P/p gradients, 12P/(pR) or 12P/p optimizer, one gathered unit, one reduce buffer."""
+def test_every_term_equals_its_formula(
+    world_size: int, partition_size: int, optimizer_sharding: str, prefetch: int
+) -> None:
+    """2P/p parameters, 4P/p gradients, 12P/(pR) or 12P/p optimizer; units gathered and on their way; buffers.
+
+    One gathered unit and one reduce buffer without prefetch; with it the units ahead, and a second buffer.
+    """
     results = run_ranks(
-        world_size, _train_and_measure, partition_size, optimizer_sharding, 37, 5, ranks_per_node=2
+        world_size, _train_and_measure, partition_size, optimizer_sharding, 37, 5, prefetch, ranks_per_node=2
     )
     replicas = world_size // partition_size
     for terms in results:
@@ -120,10 +127,11 @@ def test_every_term_equals_its_formula(world_size: int, partition_size: int, opt
         assert terms["masters"] == 4 * padded / over
         # Moments exist for parameters' elements, not for padding, so they lie a little below 8P/(pR).
         assert 8 * padded / over - 8 * (padded - terms["numel"]) <= terms["moments"] <= 8 * padded / over
-        assert terms["gathered_after_step"] == 0
         if partition_size > 1:
-            assert terms["peak_gathered"] == 2 * terms["largest_numel"]
-        assert terms["reduce"] == 4 * terms["largest_numel"] * (1 + 1 / partition_size)
+            assert terms["gathered_after_step"] == prefetch * 2 * terms["largest_numel"]
+            assert terms["peak_gathered"] == (1 + prefetch) * 2 * terms["largest_numel"]
+        num_buffers = 2 if prefetch else 1
+        assert terms["reduce"] == num_buffers * 4 * terms["largest_numel"] * (1 + 1 / partition_size)
         assert padded <= terms["numel"] + terms["num_params"] * 8 + 8 * world_size * 5
 
 
@@ -131,7 +139,7 @@ def test_every_term_equals_its_formula(world_size: int, partition_size: int, opt
 def test_nothing_else_grows_with_the_model(partition_size: int) -> None:
     """Bytes of live tensors beyond the named terms do not depend on the width of the model."""
     unnamed = [
-        run_ranks(4, _train_and_measure, partition_size, "world", width, 4, ranks_per_node=2)[0]["unnamed"]
+        run_ranks(4, _train_and_measure, partition_size, "world", width, 4, 2, ranks_per_node=2)[0]["unnamed"]
         for width in (24, 96)
     ]
     # Activations of two samples (the width, in float32) are all that may differ.

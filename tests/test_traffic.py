@@ -63,10 +63,12 @@ def _phases(
     bf16: bool,
     clip: bool,
     build: Any = _CHAIN,
+    prefetch: int | str = 0,
 ) -> dict[str, tuple[Calls, int, int]]:
     """What travelled in the micro-steps before the last, in the last, in clipping, in the step.
 
-    Of the second optimizer step, when everything lasting has been set up.
+    Of the third optimizer step, when everything lasting has been set up. With prefetch, what travels is
+    the same in all, but sooner: phases are told apart without it.
     """
     import mics
 
@@ -76,10 +78,11 @@ def _phases(
         partition_size=partition_size,
         optimizer_sharding=optimizer_sharding,
         precision=precision,
+        prefetch=prefetch,
     )
     optimizer = adamw(model)
     phases = {}
-    for step in range(2):
+    for step in range(3):
         batches = [toys.floats(step, micro, dist.get_rank()) for micro in range(accumulation)]
         before = mics.traffic(model)
         for micro, batch in enumerate(mics.microsteps(model, batches) if announced else batches):
@@ -167,6 +170,19 @@ def test_calls_and_bytes_equal_the_formula(
         where = _along("replication", phases["last" if announced else "clip"][0])
         hop_2 = "reduce_scatter" if optimizer_sharding == "world" else "all_reduce"
         assert where.get(hop_2, 0) == (NUM_BLOCKS if num_replicas > 1 else 0)
+
+
+@pytest.mark.parametrize("prefetch", [1, "auto"])
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("partition_size", [1, 2, 4])
+def test_prefetch_moves_nothing_more(partition_size: int, announced: bool, prefetch: int | str) -> None:
+    """A whole optimizer step makes the same calls and sends the same bytes with prefetch as without."""
+    for bf16 in (False, True):
+        args = (partition_size, "world", 3, announced, bf16, True)
+        ahead = run_ranks(4, _phases, *args, ranks_per_node=2, kwargs={"prefetch": prefetch})
+        plain = run_ranks(4, _phases, *args, ranks_per_node=2)
+        for found, expected in zip(ahead, plain, strict=True):
+            assert _total(*found.values()) == _total(*expected.values())
 
 
 def test_hop_two_is_independent_of_accumulation() -> None:

@@ -22,7 +22,13 @@ class Boundary:
     """Takes each unit's gradients from backward to the optimizer, and its new values back."""
 
     def __init__(
-        self, units: Sequence[Unit], *, mesh: MeshCollectives, world_size: int, device: torch.device
+        self,
+        units: Sequence[Unit],
+        *,
+        mesh: MeshCollectives,
+        world_size: int,
+        device: torch.device,
+        num_reduce_buffers: int,
     ) -> None:
         self.units = list(units)
         self.trainable = [unit for unit in units if unit.spec.trainable]
@@ -30,10 +36,12 @@ class Boundary:
         self._mesh = mesh
         self._device = device
         self._scale = 1.0 / world_size  # gradients are averaged over ranks, as under DDP
-        self._buffers: dict[torch.dtype, ReduceBuffer] = {}
+        self._buffers: dict[torch.dtype, list[ReduceBuffer]] = {}
+        self._num_buffers = num_reduce_buffers
         self._owner = GradientOwner(synchronize=self.synchronize, agree_found_inf=self._agree_found_inf)
         self._guards: dict[int, list[ShardGrad]] = {}  # by unit index
         self._agreement = Agreement(self.trainable, mesh=mesh, device=device)
+        self._schedule: Schedule | None = None
         self._fresh_grads = False  # a backward has run since the ranks last agreed
         self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
 
@@ -54,13 +62,15 @@ class Boundary:
             self._adopt_assigned(unit)
             if unit.grad_state is GradState.PARTIAL:
                 unit.reduce_over_replicas()
+        for unit in self.trainable:
+            unit.settle_grads()
         if self._fresh_grads:
             self._fresh_grads = False
             self._agreement.exchange()
 
     def follow(self, schedule: Schedule) -> None:
-        """Check at each boundary that all ranks went through ``schedule`` alike."""
-        self._agreement.schedule = schedule
+        """Check at each boundary that all ranks went through ``schedule`` alike, and start it again after."""
+        self._agreement.schedule = self._schedule = schedule
 
     def any_rank_used(self, unit: Unit, index: int) -> bool:
         """Whether a parameter got a gradient anywhere in the world, once synchronized."""
@@ -129,20 +139,26 @@ class Boundary:
         self._fresh_grads = True
 
     def reduce_buffers(self) -> list[ReduceBuffer]:
-        """The buffers hop 1 works in: one for each reduce format in use."""
-        return list(self._buffers.values())
+        """The buffers hop 1 works in, for each reduce format in use."""
+        return [buffer for buffers in self._buffers.values() for buffer in buffers]
 
     def _buffer(self, unit: Unit) -> ReduceBuffer:
         dtype = unit.spec.reduce_dtype
         if dtype not in self._buffers:
             layouts = [u.spec.layout for u in self.trainable if u.spec.reduce_dtype is dtype]
-            self._buffers[dtype] = ReduceBuffer(
-                numel=max(layout.numel for layout in layouts),
-                shard_numel=max(layout.chunk_numel for layout in layouts),
-                dtype=dtype,
-                device=self._device,
-            )
-        return self._buffers[dtype]
+            self._buffers[dtype] = [
+                ReduceBuffer(
+                    numel=max(layout.numel for layout in layouts),
+                    shard_numel=max(layout.chunk_numel for layout in layouts),
+                    dtype=dtype,
+                    device=self._device,
+                )
+                for _ in range(self._num_buffers)
+            ]
+        # In turn: while one is being reduced, the next unit's gradients go to the other.
+        buffers = self._buffers[dtype]
+        buffers.append(buffers.pop(0))
+        return buffers[0]
 
     def _agree_found_inf(self, found_inf: Tensor) -> None:
         self._mesh.world.all_reduce(found_inf, "the gradient scaler's overflow flag", maximum=True)
@@ -171,6 +187,8 @@ class Boundary:
         self._shown = []
         for unit in {id(unit): unit for unit, _ in members}.values():
             unit.refresh()
+        if self._schedule is not None:
+            self._schedule.start_next_forward()
 
 
 class Agreement:

@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from mics.errors import UNCOPYABLE, MicsError
+from mics.plans import Plans
 from mics.unit import Unit
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
@@ -70,8 +71,8 @@ class ScheduledSite:
         self.attributes = [module.__dict__ for module in self.module.modules()]
 
     def values(self) -> int:
-        """A number that changes whenever a parameter of this site does."""
-        return sum(unit.num_edits() for unit in self.units)
+        """A number that changes whenever a parameter of this site does, on every rank."""
+        return sum(unit.num_edits() + unit.num_refreshes for unit in self.units)
 
 
 class Schedule:
@@ -83,11 +84,15 @@ class Schedule:
         *,
         reduce: Callable[[Unit], None],
         before_root: Callable[[], None],
+        prefetch: int,
     ) -> None:
         self.sites = list(sites)
+        self._plans = Plans(prefetch)
         self.suspended = False  # while parameters are summoned
+        self.more_to_come = False  # another micro-step follows with these parameters
         self.digest = 0  # of all gathers and reductions since the last boundary
         self._units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
+        self._by_index = {unit.spec.index: unit for unit in self._units}
         self._reduce_unit = reduce
         self._before_root = before_root
         self._depth = 0
@@ -165,6 +170,7 @@ class Schedule:
     def _begin_forward(self) -> None:
         self._notice_failed_backward()
         if not self._in_backward:
+            self._plans.begin()
             self._before_root()
 
     def _accessed(self, unit: Unit) -> None:
@@ -282,6 +288,13 @@ class Schedule:
         for site in reversed(self.sites):
             self._finish(site.units)
         self._in_backward = False
+        if self.more_to_come:
+            self.start_next_forward()
+
+    def start_next_forward(self) -> None:
+        """Send for the units that a forward like the last one needs first."""
+        for index in self._plans.first():
+            self._by_index[index].start_gather()
 
     def _notice_failed_backward(self) -> None:
         if self._in_backward and (self._ender is None or self._ender() is None):
@@ -290,6 +303,7 @@ class Schedule:
     def _abandon_backward(self) -> None:
         """The last backward failed half-way: forget what it left."""
         self._in_backward = False
+        self._plans.forget_current()
         for site in self.sites:
             site.num_live, site.reached = 0, False
         for unit in self._units:
@@ -302,7 +316,11 @@ class Schedule:
         for unit in units:
             if not unit.gathered:
                 self._note(unit, 0)
+                upcoming = self._plans.advance(unit.spec.index)
                 unit.gather()
+                # After the unit itself: it is needed now, they are not.
+                for index in upcoming:
+                    self._by_index[index].start_gather()
 
     def _release(self, units: Any) -> None:
         for unit in units:

@@ -23,7 +23,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from mics.assign import ParamRef
-from mics.comm import Collectives
+from mics.comm.lanes import DONE, Ticket
+from mics.comm.world import MeshCollectives
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.layout import Slot, UnitLayout
 
@@ -94,11 +95,18 @@ class ParameterTable(dict[str, nn.Parameter | None]):
 
 
 class ReduceBuffer:
-    """The one buffer that full gradients are laid out in for hop 1, shared by all units of a format."""
+    """A buffer that full gradients are laid out in for hop 1, shared by all units of a format."""
 
     def __init__(self, *, numel: int, shard_numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.full = torch.empty(numel, dtype=dtype, device=device)  # [largest unit], written by hop 1
         self.shard = torch.empty(shard_numel, dtype=dtype, device=device)  # [largest chunk], its result
+        self.emptied: Ticket = DONE  # when the unit before has been reduced
+        self.views: dict[int, _ReduceViews] = {}  # by unit index
+
+    def views_for(self, spec: UnitSpec) -> _ReduceViews:
+        if spec.index not in self.views:
+            self.views[spec.index] = _ReduceViews(self, spec.layout)
+        return self.views[spec.index]
 
 
 class _ReduceViews:
@@ -119,8 +127,7 @@ class Unit:
         spec: UnitSpec,
         share: Share,
         *,
-        partition: Collectives,
-        replication: Collectives,
+        mesh: MeshCollectives,
         device: torch.device,
     ) -> None:
         self.spec = spec
@@ -131,13 +138,20 @@ class Unit:
         self.grad_state = GradState.EMPTY
         self.used = [False] * len(spec.refs)  # parameters that got a gradient on this rank since zero_grad
         self.on_access: Callable[[Unit], None] = lambda unit: None  # set by the schedule
-        self._partition = partition
-        self._replication = replication
+        self._mesh = mesh
         self._versions = 0
+        self.num_refreshes = 0
+        # Lanes work on these beside the computation; whoever touches the memory waits for its ticket.
+        self._arriving: Ticket | None = None  # a gather that is under way, for ``flat``
+        self._gather_read: Ticket = DONE  # the last gather, for ``param_shard``
+        self._refreshed: Ticket = DONE  # for ``param_shard``
+        self._reduced: Ticket = DONE  # for ``grad_shard``
         layout = spec.layout
 
         self.param_shard = torch.zeros(layout.chunk_numel, dtype=spec.param_dtype, device=device)
         self._own_params = self._own_of(self.param_shard)  # what ``master`` is the master of
+        # The same memory with a version counter of its own: what lanes write to it is nobody's edit.
+        self._incoming = self.param_shard.data
         self.master = self._make_master()
         self.shards = [
             nn.Parameter(view, requires_grad=spec.trainable) for view in self.views_of(self.master)
@@ -145,17 +159,16 @@ class Unit:
         self.grad_shard: Tensor | None = None  # made by the first backward
         self.grads: list[Tensor] = []  # view of grad_shard for each entry of ``shards``
         self._own_grads: Tensor | None = None  # the part of grad_shard that ``master`` covers
-        self._reduce_views: _ReduceViews | None = None
 
         # With one rank a group the shard is the whole unit: nothing to gather, nothing to allocate.
-        alone = partition.size == 1
+        alone = mesh.gather.size == 1
         self.flat = self.param_shard if alone else torch.empty_like(self.param_shard).new_empty(layout.numel)
         self.full = [self._view_of_flat(slot) for slot in layout.slots]
         self._flat_storage = None if alone else self.flat.untyped_storage()
         self._flat_nbytes = self.flat.untyped_storage().nbytes()
         self._release_memory()
         self._entries = self._install()
-        self._writes_are_lost = not (alone and self.master is self.param_shard and replication.size == 1)
+        self._writes_are_lost = not (alone and self.master is self.param_shard and mesh.replication.size == 1)
         self._rnns = {id(m): m for ref in spec.refs for m, _ in ref.places if isinstance(m, nn.RNNBase)}
         for rnn in self._rnns.values():
             # cuDNN would move the weights to a buffer of its own, away from ``flat``.
@@ -170,15 +183,31 @@ class Unit:
 
     # -- parameters ---------------------------------------------------------------------------------
 
+    def start_gather(self) -> None:
+        """Send for the full parameters, ahead of their use."""
+        if self.gathered or self._arriving is not None:
+            return
+        if self.masters_changed():
+            self.refresh()
+        if self._flat_storage is None:
+            self._arriving = self._refreshed
+            return
+        self._flat_storage.resize_(self._flat_nbytes)
+        self._arriving = self._mesh.gather.all_gather(
+            self.flat, self.param_shard, self.label, after=(self._refreshed,)
+        )
+        self._gather_read = self._arriving
+
     def gather(self) -> None:
         """Make the full parameters what the modules hold."""
         if self.gathered:
             return
-        if self.masters_changed():
-            self.refresh()
-        if self._flat_storage is not None:
-            self._flat_storage.resize_(self._flat_nbytes)
-            self._partition.all_gather(self.flat, self.param_shard, self.label)
+        if self._arriving is not None and self.masters_changed():
+            self.release()  # what is on its way is out of date
+        self.start_gather()
+        assert self._arriving is not None
+        self._arriving.wait()
+        self._arriving = None
         self._check_held()
         for shard, full in zip(self.shards, self.full, strict=True):
             if shard.requires_grad != full.requires_grad:
@@ -188,6 +217,10 @@ class Unit:
 
     def release(self) -> None:
         """Give the gathered memory back; modules hold shards again."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+            self._release_memory()
         if not self.gathered:
             return
         self.gathered = False
@@ -206,11 +239,15 @@ class Unit:
     def refresh(self) -> None:
         """Carry the masters into ``param_shard``, of all replicas' pieces."""
         if self.spec.trainable:
+            self._settle_params()
             if self._own_params is not self.master:
                 self._own_params.copy_(self.master)
             if self.share.masters_over_replicas:
-                self._replication.all_gather(self.param_shard, self._own_params, self.label)
+                self._refreshed = self._mesh.replication.all_gather(
+                    self._incoming, self._own_params, self.label
+                )
         self._versions = self.num_edits()
+        self.num_refreshes += 1
 
     def num_edits(self) -> int:
         """A number that grows with every write to the masters."""
@@ -235,12 +272,14 @@ class Unit:
 
     def load(self, flat: Tensor) -> None:
         """Take this rank's part of ``flat``, all values of the unit in flat order."""
+        self._settle_params()
         chunk = self.share.chunk_span(self.spec.layout)
         self.param_shard.copy_(flat[chunk.start : chunk.stop])
         if self.spec.trainable:
             span = self.share.master_span(self.spec.layout, trainable=True)
             self.master.copy_(flat[span.start : span.stop])
         self._versions = self.num_edits()
+        self.num_refreshes += 1
 
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
@@ -248,9 +287,9 @@ class Unit:
         chunk = masters
         if self.spec.trainable and self.share.masters_over_replicas:
             chunk = masters.new_empty(layout.chunk_numel)
-            self._replication.all_gather(chunk, masters, self.label)
+            self._mesh.replication.all_gather(chunk, masters, self.label).wait()
         flat = masters.new_empty(layout.numel)
-        self._partition.all_gather(flat, chunk, self.label)
+        self._mesh.gather.all_gather(flat, chunk, self.label).wait()
         return flat
 
     def views_of(self, masters: Tensor) -> list[Tensor]:
@@ -270,18 +309,15 @@ class Unit:
 
     def reduce(self, buffer: ReduceBuffer, scale: float) -> None:
         """Hop 1: add ``scale`` times the partition group's sum of gradients to ``grad_shard``."""
-        total = self._sum_over_partition(buffer)
+        views = self._lay_out(buffer)
         grad_shard = self._grad_shard()
         self._drop_cleared()
-        if self.grad_state is GradState.EMPTY:
-            if total.dtype is grad_shard.dtype:
-                torch.mul(total, scale, out=grad_shard)
-            else:
-                grad_shard.copy_(total).mul_(scale)
-        else:
-            if self.grad_state is GradState.REDUCED:
-                self._keep_one_copy()
-            grad_shard.add_(total, alpha=scale)
+        total = views.full if self._mesh.reduce.size == 1 else views.shard
+        add = partial(self._add, grad_shard, total, scale, self.grad_state)
+        self._reduced = self._mesh.reduce.reduce_scatter(
+            total, views.full, self.label, after=(self._reduced,), then=add
+        )
+        buffer.emptied = self._reduced
         self.grad_state = GradState.PARTIAL
         for index, param in enumerate(self.full):
             self.used[index] |= param.grad is not None
@@ -293,16 +329,27 @@ class Unit:
         if self.grad_state is not GradState.PARTIAL:
             return
         assert self.grad_shard is not None
-        if self.share.masters_over_replicas:
-            self._replication.reduce_scatter(self.step_gradient(), self.grad_shard, self.label)
+        replicas, before = self._mesh.replication, (self._reduced,)
+        if replicas.size == 1:
+            pass  # hop 1 was all there is
+        elif self.share.masters_over_replicas:
+            self._reduced = replicas.reduce_scatter(
+                self.step_gradient(), self.grad_shard, self.label, after=before
+            )
         else:
-            self._replication.all_reduce(self.grad_shard, self.label)
+            self._reduced = replicas.all_reduce(self.grad_shard, self.label, after=before)
         self.grad_state = GradState.REDUCED
+
+    def settle_grads(self) -> None:
+        """Wait for the lanes: from here on the caller may use ``grad_shard``."""
+        self._reduced.wait()
+        self._reduced = DONE
 
     def make_reduced(self) -> None:
         """Bring the gradients to the state after hop 2, zero if there were none."""
         if self.grad_state is GradState.PARTIAL:
             self.reduce_over_replicas()
+        self.settle_grads()
         if self.grad_state is GradState.EMPTY:
             self._grad_shard().zero_()
             self.grad_state = GradState.REDUCED
@@ -335,10 +382,10 @@ class Unit:
 
     # -- inside -------------------------------------------------------------------------------------
 
-    def _sum_over_partition(self, buffer: ReduceBuffer) -> Tensor:
-        if self._reduce_views is None:
-            self._reduce_views = _ReduceViews(buffer, self.spec.layout)
-        views = self._reduce_views
+    def _lay_out(self, buffer: ReduceBuffer) -> _ReduceViews:
+        """Copy the full gradients to their places in the buffer."""
+        views = buffer.views_for(self.spec)
+        buffer.emptied.wait()
         pairs = [(view, param.grad) for view, param in zip(views.params, self.full, strict=True)]
         present = [(view, grad) for view, grad in pairs if grad is not None]
         # Another unit's gradients are still in the buffer: what this one does not write must become zero.
@@ -346,10 +393,27 @@ class Unit:
         if blank:
             torch._foreach_zero_(blank)
         torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-        if self._partition.size == 1:
-            return views.full
-        self._partition.reduce_scatter(views.shard, views.full, self.label)
-        return views.shard
+        return views
+
+    def _add(self, grad_shard: Tensor, total: Tensor, scale: float, state: GradState) -> None:
+        """Add this micro-step's sum to what earlier ones left. On the lane of the reduction."""
+        if state is GradState.EMPTY:
+            if total.dtype is grad_shard.dtype:
+                torch.mul(total, scale, out=grad_shard)
+            else:
+                grad_shard.copy_(total).mul_(scale)
+        else:
+            if state is GradState.REDUCED:
+                self._keep_one_copy(grad_shard)
+            grad_shard.add_(total, alpha=scale)
+
+    def _settle_params(self) -> None:
+        """Wait for the lanes: from here on the caller may write to ``param_shard``."""
+        if self._arriving is not None:
+            self.release()  # it would bring the values of before
+        self._gather_read.wait()
+        self._refreshed.wait()
+        self._gather_read = self._refreshed = DONE
 
     def _grad_shard(self) -> Tensor:
         if self.grad_shard is None:
@@ -368,20 +432,20 @@ class Unit:
             self.used = [False] * len(self.used)
         elif cleared:
             assert self.grad_shard is not None
+            self.settle_grads()
             span = self.share.chunk_span(self.spec.layout)
             for index in cleared:
                 overlap = self.spec.layout.slots[index].overlap(span)
                 self.grad_shard[overlap.start - span.start : overlap.stop - span.start].zero_()
                 self.used[index] = False
 
-    def _keep_one_copy(self) -> None:
+    def _keep_one_copy(self, grad_shard: Tensor) -> None:
         """Before adding to a reduced gradient: leave it on one replica only, so that hop 2 counts it once."""
-        assert self.grad_shard is not None
-        if self._replication.size == 1:
+        if self._mesh.replication.size == 1:
             return
-        keep = self._piece_of(self.grad_shard).clone()
-        self.grad_shard.zero_()
-        self._piece_of(self.grad_shard).copy_(keep)
+        keep = self._piece_of(grad_shard).clone()
+        grad_shard.zero_()
+        self._piece_of(grad_shard).copy_(keep)
 
     def _follow_requires_grad(self, shard: nn.Parameter, full: nn.Parameter) -> None:
         if shard.requires_grad and not self.spec.trainable:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mics.comm.emulated.group import EmulatedGroup
 from mics.comm.liveness import Liveness
+from mics.comm.protocol import Job
 from mics.comm.traffic import TrafficCounter
 from mics.errors import CollectiveError
 
@@ -68,8 +70,7 @@ class GroupCollectives:
             return
         self._count("all_gather", (self._size - 1) * _nbytes(shard))
         if self._is_gloo(out):
-            # As bytes: gloo does not know every format, and moving data needs none.
-            self._call("all-gather", label, _all_gather, _bytes(out), _bytes(shard))
+            self._gather_bytes(_bytes(out), _bytes(shard), label)
         else:
             self._call("all-gather", label, _all_gather, out, shard)
 
@@ -91,7 +92,7 @@ class GroupCollectives:
         if self._is_gloo(tensor) and not maximum and tensor.numel() % self._size == 0:
             own = tensor.view(self._size, -1)[self._position]
             self._ordered_reduce_scatter(own, tensor, label)
-            self._call("all-gather", label, _all_gather, _bytes(tensor), _bytes(own))
+            self._gather_bytes(_bytes(tensor), _bytes(own), label)
             return
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         self._call("all-reduce", label, dist.all_reduce, tensor, op=op)
@@ -102,6 +103,23 @@ class GroupCollectives:
         self._count("broadcast", _nbytes(tensor) if self._position == 0 else 0)
         data = _bytes(tensor) if self._is_gloo(tensor) else tensor
         self._call("broadcast", label, dist.broadcast, data, group_src=0)
+
+    def gather_stages(self, out: Tensor, shard: Tensor, label: str) -> Sequence[tuple[str, Job]]:
+        return (("", partial(self.all_gather, out, shard, label)),)
+
+    def reduce_stages(self, out: Tensor, buffer: Tensor, label: str) -> Sequence[tuple[str, Job]]:
+        return (("", partial(self.reduce_scatter, out, buffer, label)),)
+
+    def _gather_bytes(self, out: Tensor, shard: Tensor, label: str) -> None:
+        """Gather over gloo. As bytes: it does not know every format, and moving data needs none."""
+        chunks = list(out.view(self._size, -1).unbind())
+        if chunks[self._position].data_ptr() != shard.data_ptr():
+            self._call("all-gather", label, _all_gather, out, shard)
+            return
+        # In place. gloo would write this rank's own chunk back when it is done, over what an optimizer or a
+        # user has written there meanwhile.
+        chunks[self._position] = self._staged(shard)
+        self._call("all-gather", label, dist.all_gather, chunks, shard)
 
     def _ordered_reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
         """Exchange chunks, then add them member by member. ``buffer``: [size * out.numel()]."""

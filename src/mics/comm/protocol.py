@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
+
+Job = Callable[[], None]
 
 
 class Collectives(Protocol):
@@ -40,4 +43,12 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Everybody's ``tensor`` becomes that of the member at position 0."""
+        ...
+
+    def gather_stages(self, out: Tensor, shard: Tensor, label: str) -> Sequence[tuple[str, Job]]:
+        """``all_gather`` as its parts, each with the name of the link it uses, to be done in this order."""
+        ...
+
+    def reduce_stages(self, out: Tensor, buffer: Tensor, label: str) -> Sequence[tuple[str, Job]]:
+        """``reduce_scatter`` likewise."""
         ...

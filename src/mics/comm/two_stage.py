@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from torch import Tensor
 
-from mics.comm.protocol import Collectives
+from mics.comm.protocol import Collectives, Job
 from mics.comm.traffic import TrafficCounter
 
 
@@ -37,16 +40,28 @@ class TwoStageCollectives:
         return self._intra.staging_nbytes + self._inter.staging_nbytes
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
-        self._counter.add("partition", "all_gather", (self.size - 1) * _nbytes(shard))
-        block = out.view(self._intra.size, -1)[self._intra.position]
-        self._inter.all_gather(block, shard, label)
-        self._intra.all_gather(out, block, label)
+        for _, job in self.gather_stages(out, shard, label):
+            job()
 
     def reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
+        for _, job in self.reduce_stages(out, buffer, label):
+            job()
+
+    def gather_stages(self, out: Tensor, shard: Tensor, label: str) -> Sequence[tuple[str, Job]]:
+        self._counter.add("partition", "all_gather", (self.size - 1) * _nbytes(shard))
+        block = out.view(self._intra.size, -1)[self._intra.position]
+        return (
+            ("inter", partial(self._inter.all_gather, block, shard, label)),
+            ("intra", partial(self._intra.all_gather, out, block, label)),
+        )
+
+    def reduce_stages(self, out: Tensor, buffer: Tensor, label: str) -> Sequence[tuple[str, Job]]:
         self._counter.add("partition", "reduce_scatter", (self.size - 1) * _nbytes(out))
         block = buffer.view(self._intra.size, -1)[self._intra.position]
-        self._intra.reduce_scatter(block, buffer, label)
-        self._inter.reduce_scatter(out, block, label)
+        return (
+            ("intra", partial(self._intra.reduce_scatter, block, buffer, label)),
+            ("inter", partial(self._inter.reduce_scatter, out, block, label)),
+        )
 
     def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
         self._counter.add("partition", "all_reduce", 2 * (self.size - 1) * _nbytes(tensor) // self.size)

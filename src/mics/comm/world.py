@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from mics.comm.emulated import emulated_cluster
 from mics.comm.group import GroupCollectives
+from mics.comm.lanes import LanedCollectives, Lanes
 from mics.comm.liveness import Liveness, start_liveness
 from mics.comm.protocol import Collectives
 from mics.comm.traffic import TrafficCounter
@@ -31,7 +32,8 @@ class World:
     size: int
     default_group: dist.ProcessGroup | None
     liveness: Liveness | None = None
-    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+    _lanes: dict[tuple[torch.device, bool], Lanes] = field(default_factory=dict)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank."""
@@ -78,46 +80,65 @@ class World:
             on_gpu=device.type == "cuda",
         )
 
-    def group(self, groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """The process group of this rank among disjoint ``groups``; every rank calls with the same ones."""
+    def group(self, groups: Sequence[tuple[int, ...]], purpose: str = "") -> dist.ProcessGroup | None:
+        """The process group of this rank among disjoint ``groups``; every rank calls with the same ones.
+
+        Groups are made once for each ``purpose``: what runs at the same time must not share a communicator.
+        """
         own = None
         for ranks in groups:
             if self.default_group is None:
                 return None
             if len(ranks) == 1:
                 continue
-            if ranks not in self._groups:
-                whole = ranks == tuple(range(self.size))
-                self._groups[ranks] = (
+            key = purpose, ranks
+            if key not in self._groups:
+                whole = not purpose and ranks == tuple(range(self.size))
+                self._groups[key] = (
                     self.default_group if whole else dist.new_group(list(ranks), timeout=self._timeout())
                 )
             if self.rank in ranks:
-                own = self._groups[ranks]
+                own = self._groups[key]
         return own
 
-    def collectives(self, topology: Topology, counter: TrafficCounter) -> MeshCollectives:
+    def collectives(
+        self, topology: Topology, counter: TrafficCounter, device: torch.device, *, overlap: bool
+    ) -> MeshCollectives:
         """The collectives of both mesh axes and of the world, for this rank."""
 
-        def over(axis: str, groups: Sequence[tuple[int, ...]]) -> GroupCollectives:
-            group = self.group(groups)
+        def over(axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "") -> GroupCollectives:
+            group = self.group(groups, purpose if overlap else "")
             return GroupCollectives(group, axis=axis, counter=counter, liveness=self.liveness)
 
-        ranks = range(self.size)
-        stages = [topology.stages(rank) for rank in ranks]
+        stages = [topology.stages(rank) for rank in range(self.size)]
         # Every rank makes every group, in one order, also those it is not a member of.
         flat_groups = [
             g for g, staged in zip(topology.partition_groups, topology.two_stage, strict=True) if not staged
         ]
-        partition: Collectives = over("partition", flat_groups)
-        intra = over("intra", sorted({s.intra for s in stages if s is not None}))
-        inter = over("inter", sorted({s.inter for s in stages if s is not None}))
-        if stages[self.rank] is not None:
-            partition = TwoStageCollectives(intra=intra, inter=inter, counter=counter)
-        replication = over("replication", topology.replication_groups())
-        assert partition.position == topology.chunk(self.rank), "torch ordered a group differently"
+        intra_groups = sorted({s.intra for s in stages if s is not None})
+        inter_groups = sorted({s.inter for s in stages if s is not None})
+
+        def partition(purpose: str) -> Collectives:
+            flat = over("partition", flat_groups, purpose)
+            intra = over("intra", intra_groups, f"{purpose} intra")
+            inter = over("inter", inter_groups, f"{purpose} inter")
+            staged = stages[self.rank] is not None
+            found = TwoStageCollectives(intra=intra, inter=inter, counter=counter) if staged else flat
+            assert found.position == topology.chunk(self.rank), "torch ordered a group differently"
+            return found
+
+        gather, reduce = partition("gather"), partition("reduce")
+        replication = over("replication", topology.replication_groups(), "replicas")
         assert replication.position == topology.piece(self.rank), "torch ordered a group differently"
+        # Models share process groups, so they share lanes: one order of jobs for each group.
+        lanes = self._lanes.setdefault((device, overlap), Lanes(device, overlap=overlap))
         return MeshCollectives(
-            partition=partition, replication=replication, world=over("world", [tuple(ranks)])
+            gather=LanedCollectives(gather, lanes, "gather"),
+            reduce=LanedCollectives(reduce, lanes, "reduce"),
+            replication=LanedCollectives(replication, lanes, "replicas"),
+            world=over("world", [tuple(range(self.size))]),
+            lanes=lanes,
+            staging=lambda: gather.staging_nbytes + reduce.staging_nbytes + replication.staging_nbytes,
         )
 
     def _backends(self) -> set[str]:
@@ -142,13 +163,20 @@ class World:
 class MeshCollectives:
     """The collectives of one sharded model on this rank."""
 
-    partition: Collectives
-    replication: Collectives
+    gather: LanedCollectives
+    """Parameters, inside the partition group."""
+    reduce: LanedCollectives
+    """Hop 1: gradients, inside the partition group."""
+    replication: LanedCollectives
+    """Hop 2 and the new parameters, across the replication group."""
     world: Collectives
+    """Everything else, where the caller stands."""
+    lanes: Lanes
+    staging: Callable[[], int]
 
     def staging_nbytes(self) -> int:
         """Bytes that the collectives themselves keep (gloo's incoming chunks)."""
-        return self.partition.staging_nbytes + self.replication.staging_nbytes + self.world.staging_nbytes
+        return self.staging() + self.world.staging_nbytes
 
 
 _joined: World | None = None

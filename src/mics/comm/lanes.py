@@ -1,0 +1,213 @@
+"""Lanes: where collectives run beside the computation.
+
+A lane takes jobs and does them one after the other. On a GPU it is a stream, and a ticket is an event: the
+host never waits. On a CPU it is a thread. Either way the same code moves the same data in the same order, and
+whoever needs a result waits for its ticket and for nothing else.
+
+Every rank gives each lane the same jobs in the same order, and a lane has process groups of its own, so lanes
+may run ahead of each other without mixing up collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Protocol
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from mics.comm.protocol import Collectives, Job
+
+
+class Ticket(Protocol):
+    """Stands for a job that a lane has taken."""
+
+    def wait(self) -> None:
+        """What follows on the caller's stream (GPU) or in its thread (CPU) comes after the job."""
+        ...
+
+
+class Lane(Protocol):
+    """Does jobs in the order in which they are given."""
+
+    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
+        """Do ``job`` after these tickets, and after what the caller has issued so far."""
+        ...
+
+
+class _Done:
+    """The ticket of a job that is over, as far as its caller can tell."""
+
+    def wait(self) -> None:
+        pass
+
+
+DONE: Ticket = _Done()
+
+
+class InlineLane:
+    """No lane at all: every job is done at once, where it is issued."""
+
+    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
+        for ticket in after:
+            ticket.wait()
+        job()
+        return DONE
+
+
+INLINE: Lane = InlineLane()
+
+
+class StreamLane:
+    """A CUDA stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # First served among kernels that are ready: a transfer that starts late ends late.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for ticket in after:
+                ticket.wait()
+            job()
+            return _EventTicket(stream.record_event(), self._device)
+
+
+class _EventTicket:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class ThreadLane:
+    """A thread. What a job raises is raised again by whoever waits for it, or for any later job."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
+        # A daemon: a process whose peers are gone must be able to exit while a collective still waits.
+        Thread(target=_work, args=(self._jobs,), name=f"mics-{name}", daemon=True).start()
+        finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
+        ticket = _ThreadTicket(job, after)
+        self._jobs.put(ticket)
+        return ticket
+
+
+class _ThreadTicket:
+    def __init__(self, job: Job, after: Sequence[Ticket]) -> None:
+        self._job: Job | None = job
+        self._after = after
+        self._over = Event()
+        self._error: BaseException | None = None
+
+    def run(self, broken: BaseException | None) -> BaseException | None:
+        """Do the job, unless one before it failed: its collective would wait for ranks that never come."""
+        try:
+            if broken is None:
+                for ticket in self._after:
+                    ticket.wait()
+                assert self._job is not None
+                self._job()
+            self._error = broken
+        except BaseException as error:
+            self._error = error
+        self._job, self._after = None, ()  # let go of the tensors
+        self._over.set()
+        return self._error
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _work(jobs: SimpleQueue[_ThreadTicket | None]) -> None:
+    broken: BaseException | None = None
+    with torch.no_grad():
+        while (ticket := jobs.get()) is not None:
+            broken = ticket.run(broken)
+
+
+class Lanes:
+    """All lanes on one device, made when they are first asked for."""
+
+    def __init__(self, device: torch.device, *, overlap: bool) -> None:
+        self._device = device
+        self._overlap = overlap
+        self._lanes: dict[str, Lane] = {}
+
+    def lane(self, name: str) -> Lane:
+        if name not in self._lanes:
+            self._lanes[name] = self._make(name)
+        return self._lanes[name]
+
+    def drain(self) -> None:
+        """Wait until all lanes have done what they were given so far."""
+        for ticket in [lane.submit(_nothing) for lane in self._lanes.values()]:
+            ticket.wait()
+
+    def _make(self, name: str) -> Lane:
+        if not self._overlap:
+            return INLINE
+        return StreamLane(self._device) if self._device.type == "cuda" else ThreadLane(name)
+
+
+class LanedCollectives:
+    """A group's collectives as chains of jobs, a lane for each stage: stages of two units overlap."""
+
+    def __init__(self, collectives: Collectives, lanes: Lanes, name: str) -> None:
+        self._collectives = collectives
+        self._lanes = lanes
+        self._name = name
+        self.size = collectives.size
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """``out[c] = shard of member c``."""
+        return self._chain(self._collectives.gather_stages(out, shard, label), after)
+
+    def reduce_scatter(
+        self, out: Tensor, buffer: Tensor, label: str, after: Sequence[Ticket] = (), then: Job | None = None
+    ) -> Ticket:
+        """``out = sum over members of their buffer[position]``, and ``then`` what is to be done with it."""
+        return self._chain(self._collectives.reduce_stages(out, buffer, label), after, then)
+
+    def all_reduce(self, tensor: Tensor, label: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Sum over members, in place."""
+        return self._chain([("", lambda: self._collectives.all_reduce(tensor, label))], after)
+
+    def _chain(
+        self, stages: Sequence[tuple[str, Job]], after: Sequence[Ticket], then: Job | None = None
+    ) -> Ticket:
+        ticket: Ticket = DONE
+        for number, (stage, job) in enumerate(stages):
+            last = number == len(stages) - 1
+            whole = _both(job, then) if last and then is not None else job
+            ticket = self._lane(stage).submit(whole, after)
+            after = (ticket,)
+        return ticket
+
+    def _lane(self, stage: str) -> Lane:
+        # One member moves nothing: going to another lane and back would only cost.
+        return INLINE if self.size == 1 else self._lanes.lane(f"{self._name} {stage}".strip())
+
+
+def _nothing() -> None:
+    pass
+
+
+def _both(first: Job, second: Job) -> Job:
+    def both() -> None:
+        first()
+        second()
+
+    return both

@@ -1,0 +1,205 @@
+"""What the user asked for: checked before anything is touched, and compared between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from mics.assign import Site, assign_sites
+from mics.comm import World
+from mics.engine import is_sharded
+from mics.errors import MicsError, SettingsError
+from mics.precision import Precision
+from mics.topology import check_partition_groups, check_partition_size
+from mics.unit import ParameterTable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+OptimizerSharding = Literal["world", "partition"]
+
+_AUTO_PREFETCH: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for, checked, before anything is touched."""
+
+    partition_groups: tuple[tuple[int, ...], ...]
+    hierarchical: bool
+    optimizer_sharding: OptimizerSharding
+    precision: Precision
+    prefetch: int
+    """Units to gather ahead; 0: nothing runs beside the computation."""
+    device: torch.device
+    sites: list[Site]
+    buffers: list[tuple[str, Tensor]]
+
+
+def check_settings(
+    model: nn.Module,
+    world: World,
+    *,
+    partition_size: int,
+    units: Iterable[nn.Module | type[nn.Module]] | None,
+    mesh: DeviceMesh | None,
+    hierarchical: Literal["auto"] | bool,
+    optimizer_sharding: OptimizerSharding,
+    precision: Precision,
+    prefetch: Literal["auto"] | int,
+) -> Settings:
+    if not isinstance(model, nn.Module):
+        raise SettingsError(f"mics.shard: expected an nn.Module, found {type(model).__name__}")
+    sparse = next((n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.sparse), None)
+    if sparse is not None:
+        raise SettingsError(
+            f"mics.shard: expected dense gradients, found sparse=True on the embedding {sparse!r}; "
+            "build it with "
+            "sparse=False"
+        )
+    sharded = (
+        isinstance(module._parameters, ParameterTable) or is_sharded(module) for module in model.modules()
+    )
+    names = (name for name, _ in model.named_modules())
+    inside = next((name for name, is_inside in zip(names, sharded, strict=True) if is_inside), None)
+    if inside is not None:
+        raise SettingsError(
+            f"mics.shard: expected a model that is not sharded yet, found {inside or 'the model'!r} "
+            "already sharded; call mics.shard once, on the outermost module"
+        )
+    if hierarchical not in ("auto", True, False):
+        raise SettingsError(f'hierarchical: expected "auto", True or False, found {hierarchical!r}')
+    if optimizer_sharding not in ("world", "partition"):
+        raise SettingsError(
+            f'optimizer_sharding: expected "world" or "partition", found {optimizer_sharding!r}'
+        )
+    if not isinstance(precision, Precision):
+        raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
+    if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0):
+        raise SettingsError(f'prefetch: expected "auto" or a number of units from 0, found {prefetch!r}')
+    return Settings(
+        partition_groups=_partition_groups(world, partition_size, mesh),
+        hierarchical=hierarchical is not False,
+        optimizer_sharding=optimizer_sharding,
+        precision=precision,
+        prefetch=_AUTO_PREFETCH if prefetch == "auto" else prefetch,
+        device=_device_of(model, world),
+        buffers=list(model.named_buffers()),
+        sites=assign_sites(model, [units] if isinstance(units, type) else units),
+    )
+
+
+def _partition_groups(
+    world: World, partition_size: int, mesh: DeviceMesh | None
+) -> tuple[tuple[int, ...], ...]:
+    if mesh is not None:
+        if not hasattr(mesh, "mesh"):
+            raise SettingsError(f"mesh: expected a torch.distributed DeviceMesh, found {mesh!r}")
+        if mesh.ndim != 2:
+            raise SettingsError(
+                f"mesh: expected 2 axes (replicas, partition), found {mesh.ndim}; use for example "
+                'init_device_mesh("cuda", (num_replicas, partition_size))'
+            )
+        groups = [tuple(int(rank) for rank in row) for row in mesh.mesh.tolist()]
+        check_partition_groups(groups, world.size)
+        return tuple(groups)
+    check_partition_size(partition_size, world.size)
+    starts = range(0, world.size, partition_size)
+    return tuple(tuple(range(start, start + partition_size)) for start in starts)
+
+
+def whole_node(nodes: Sequence[str]) -> int:
+    """The number of ranks of a node, if all have the same number; else everybody."""
+    sizes = {nodes.count(node) for node in nodes}
+    return sizes.pop() if len(sizes) == 1 else len(nodes)
+
+
+def _device_of(model: nn.Module, world: World) -> torch.device:
+    """Where shards will live. All parameters must be on one device, and within reach of the collectives."""
+    devices: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise SettingsError(
+                f"mics.shard: expected parameters without gradients, found one on {name!r}, which "
+                "would be lost; call "
+                "model.zero_grad() first, or step before sharding"
+            )
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise SettingsError(
+                f"mics.shard: expected parameters without hooks, found one on {name!r}, which would "
+                "never run on a "
+                "sharded model; change gradients between backward and optimizer.step() instead"
+            )
+        is_dtensor = hasattr(param, "device_mesh")  # importing the class would cost every start a second
+        if is_dtensor or param.dtype.is_complex:
+            kind = "a DTensor" if is_dtensor else f"format {param.dtype}"
+            raise SettingsError(
+                f"mics.shard: expected ordinary real parameters, found {name!r} as {kind}; shard the "
+                "plain model"
+            )
+        devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise SettingsError(
+            f"mics.shard: expected all parameters on one device, found {found}; move the model to one"
+        )
+    given = next(iter(devices), None)
+    device = world.backend_device(None if given is None or given.type == "meta" else given)
+    if given is not None and given.type == "cuda" and given.index != torch.cuda.current_device():
+        raise SettingsError(
+            "mics.shard: expected parameters on this rank's current device "
+            f"cuda:{torch.cuda.current_device()}, found "
+            f"{devices[given]!r} on {given}; call torch.cuda.set_device(local_rank) before building the model"
+        )
+    return device
+
+
+def describe(world: World, settings: Settings | None, error: Exception | None) -> dict[str, Any]:
+    """What this rank is about to do, for comparison with the others."""
+    account: dict[str, Any] = {"rank": world.rank, "error": None}
+    if settings is None or error is not None:
+        return account | {"error": f"{type(error).__name__}: {error}"}
+    described = [
+        f"{site.name}: {ref.name} {tuple(ref.param.shape)} {ref.param.dtype} "
+        f"trainable={ref.param.requires_grad}"
+        for site in settings.sites
+        for ref in site.params
+    ]
+    described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in settings.buffers]
+    return account | {
+        "partition groups": settings.partition_groups,
+        "hierarchical": settings.hierarchical,
+        "optimizer_sharding": settings.optimizer_sharding,
+        "precision": str(settings.precision),
+        "prefetch": settings.prefetch,
+        "device type": settings.device.type,
+        "torch version": torch.__version__.split("+")[0],
+        "number of parameters and buffers": len(described),
+        "units, parameters and buffers": hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
+    }
+
+
+def compare(accounts: Sequence[dict[str, Any]]) -> None:
+    """Raise if a rank failed, or if the ranks are not about to do the same."""
+    failed = [account for account in accounts if account["error"] is not None]
+    if failed:
+        raise MicsError(
+            f"mics.shard failed on rank {failed[0]['rank']}, so it cannot go on here: {failed[0]['error']}"
+        )
+    for key in accounts[0]:
+        if key == "rank":
+            continue
+        first = accounts[0][key]
+        other = next((account for account in accounts if account[key] != first), None)
+        if other is not None:
+            raise SettingsError(
+                f"mics.shard: expected the same {key} on all ranks, found {first} on rank 0 and "
+                f"{other[key]} on rank "
+                f"{other['rank']}; build the same model and pass the same settings everywhere"
+            )
