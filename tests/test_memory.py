@@ -79,6 +79,7 @@ def _train_and_measure(
         mics.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    engine.mesh.lanes.drain()  # what the next step would begin with is on its way, and holds its memory
     moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
     scalars = [t for state in optimizer.state.values() for t in state.values() if t.dim() == 0]
     units = engine.units

@@ -171,7 +171,15 @@ class Schedule:
         self._notice_failed_backward()
         if not self._in_backward:
             self._plans.begin()
+            self._drop_stale()
             self._before_root()
+
+    def _drop_stale(self) -> None:
+        """Release units that were sent for and not needed after all (an evaluation has no backward)."""
+        first = self._plans.first()
+        for unit in self._units:
+            if unit.is_arriving and unit.spec.index not in first:
+                unit.release()
 
     def _accessed(self, unit: Unit) -> None:
         """A module reads a parameter of a released unit."""

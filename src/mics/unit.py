@@ -183,6 +183,11 @@ class Unit:
 
     # -- parameters ---------------------------------------------------------------------------------
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether it has been sent for and not been used yet."""
+        return self._arriving is not None
+
     def start_gather(self) -> None:
         """Send for the full parameters, ahead of their use."""
         if self.gathered or self._arriving is not None:

@@ -1,0 +1,159 @@
+"""With communication beside the computation and without: the same bits, for many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mics
+from mics.engine import engine_of
+from mics.models.gpt import GPT, GPTConfig
+from tests.ranks import run_ranks
+
+NUM_STEPS = 200
+_SHAPE = GPTConfig(num_layers=1, num_heads=2, hidden_size=16, vocab_size=32, seq_len=8, tie_weights=True)
+
+
+def _losses(
+    prefetch: int | str,
+    partition_size: int,
+    *,
+    num_steps: int = NUM_STEPS,
+    device: str = "cpu",
+    precision: mics.Precision | None = None,
+    shape: GPTConfig = _SHAPE,
+    guard: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    torch.manual_seed(0)
+    model = GPT(shape).to(device)
+    mics.shard(model, partition_size=partition_size, prefetch=prefetch, precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for step in range(num_steps):
+        guard(step)
+        size = (1 if device == "cpu" else 2, 1, shape.seq_len)
+        batches = torch.randint(shape.vocab_size, size, generator=generator)
+        if device == "cuda":
+            batches = batches.pin_memory().to(device, non_blocking=True)
+        for batch in mics.microsteps(model, list(batches)):
+            loss = model(batch, batch) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        mics.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).tolist()
+
+
+def test_many_steps_are_equal_to_the_bit() -> None:
+    """Two replicas of two ranks: every loss of 200 steps on every rank."""
+    plain, beside = (run_ranks(4, _losses, prefetch, 2, ranks_per_node=2) for prefetch in (0, "auto"))
+    assert beside == plain
+    assert plain[0][-1] < plain[0][0]
+
+
+def _after_evaluation() -> int:
+    """Units that are on their way when a training step begins after an evaluation, beyond those it needs."""
+    model = mics.shard(GPT(_SHAPE), partition_size=2, prefetch=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(8).view(1, 8)
+    left = []
+    model.embedding.register_forward_pre_hook(
+        lambda *_: left.append(sum(unit.is_arriving for unit in engine_of(model).units))
+    )
+    for step in range(4):
+        if step == 3:
+            with torch.no_grad():
+                model(tokens)  # its end sends for what a backward would need
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return left[-1]
+
+
+def test_nothing_is_left_on_its_way() -> None:
+    """What an evaluation made the plan send for is released when the next forward begins."""
+    assert max(run_ranks(2, _after_evaluation)) <= 2
+
+
+def _changing_order() -> float:
+    """Blocks in the order of the step's number: the plan is wrong again and again. Sharded against plain."""
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(6))
+
+    class Shuffled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(6))
+
+        def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+            for index in order:
+                x = torch.tanh(self.blocks[index](x))
+            return x.sum()
+
+    models = [Shuffled(), Shuffled()]
+    for model in models:
+        model.blocks.load_state_dict(plain.state_dict())
+    mics.shard(models[0], partition_size=2, prefetch=3)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    orders = [torch.randperm(6, generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
+    worst = 0.0
+    for step in range(12):
+        # Two forwards of different orders before one backward, now and then.
+        chosen = [orders[step % 4]] + ([orders[(step + 1) % 4][:3]] if step % 3 == 0 else [])
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = sum(model(torch.ones(2, 6), order) for order in chosen)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        worst = max(worst, abs(losses[0] - losses[1]))
+    return worst
+
+
+def test_an_order_that_keeps_changing_stays_right() -> None:
+    assert max(run_ranks(2, _changing_order)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition_size", [2, 8])
+def test_streams_give_the_same_bits(partition_size: int) -> None:
+    """On a GPU as rank 0 of two nodes, with links slow enough that a missing wait would show."""
+    cluster = mics.Cluster(
+        num_nodes=2,
+        ranks_per_node=4,
+        intra=mics.Link(bandwidth=5e9, latency=20e-6),
+        inter=mics.Link(bandwidth=1e9, latency=50e-6),
+    )
+    shape = GPTConfig(num_layers=6, num_heads=4, hidden_size=128, vocab_size=256, seq_len=64)
+    found = []
+    for prefetch in (0, 1, "auto"):
+        with mics.emulate(cluster):
+            found.append(_losses(prefetch, partition_size, num_steps=60, device="cuda", shape=shape))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.gpu
+def test_a_steady_step_never_waits() -> None:
+    """Under torch's own check for synchronisation of the host."""
+    cluster = mics.Cluster(
+        num_nodes=2,
+        ranks_per_node=4,
+        intra=mics.Link(bandwidth=5e9, latency=20e-6),
+        inter=mics.Link(bandwidth=1e9, latency=50e-6),
+    )
+    shape = GPTConfig(num_layers=6, num_heads=4, hidden_size=128, vocab_size=256, seq_len=64)
+
+    def guard(step: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 4 <= step < 10 else "default")
+
+    try:
+        with mics.emulate(cluster):
+            _losses("auto", 4, num_steps=11, device="cuda", shape=shape, guard=guard)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
