@@ -14,8 +14,9 @@ from torch import Tensor
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError
 from mics.gradients import GradientOwner, ShardGrad
+from mics.reduce_buffer import ReduceBuffer
 from mics.schedule import Schedule
-from mics.unit import GradState, ReduceBuffer, Unit
+from mics.unit import GradState, Unit
 
 
 class Boundary:

@@ -27,6 +27,7 @@ from mics.comm.lanes import DONE, Ticket
 from mics.comm.world import MeshCollectives
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.layout import Slot, UnitLayout
+from mics.reduce_buffer import ReduceBuffer, ReduceViews
 
 
 class GradState(enum.Enum):
@@ -92,31 +93,6 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         if unit is not None and not unit.gathered:
             unit.on_access(unit)
         return super().__getitem__(name)
-
-
-class ReduceBuffer:
-    """A buffer that full gradients are laid out in for hop 1, shared by all units of a format."""
-
-    def __init__(self, *, numel: int, shard_numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.full = torch.empty(numel, dtype=dtype, device=device)  # [largest unit], written by hop 1
-        self.shard = torch.empty(shard_numel, dtype=dtype, device=device)  # [largest chunk], its result
-        self.emptied: Ticket = DONE  # when the unit before has been reduced
-        self.views: dict[int, _ReduceViews] = {}  # by unit index
-
-    def views_for(self, spec: UnitSpec) -> _ReduceViews:
-        if spec.index not in self.views:
-            self.views[spec.index] = _ReduceViews(self, spec.layout)
-        return self.views[spec.index]
-
-
-class _ReduceViews:
-    """One unit's views of the reduce buffer, made once."""
-
-    def __init__(self, buffer: ReduceBuffer, layout: UnitLayout) -> None:
-        self.full = buffer.full[: layout.numel]
-        self.shard = buffer.shard[: layout.chunk_numel]
-        self.params = [self.full[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
-        self.gaps = [self.full[gap.start : gap.stop] for gap in layout.gaps()]
 
 
 class Unit:
@@ -387,9 +363,9 @@ class Unit:
 
     # -- inside -------------------------------------------------------------------------------------
 
-    def _lay_out(self, buffer: ReduceBuffer) -> _ReduceViews:
+    def _lay_out(self, buffer: ReduceBuffer) -> ReduceViews:
         """Copy the full gradients to their places in the buffer."""
-        views = buffer.views_for(self.spec)
+        views = buffer.views_for(self.spec.index, self.spec.layout)
         buffer.emptied.wait()
         pairs = [(view, param.grad) for view, param in zip(views.params, self.full, strict=True)]
         present = [(view, grad) for view, grad in pairs if grad is not None]

@@ -52,16 +52,19 @@ def bench(args: Sequence[str]) -> int:
         if outcomes is None:
             return 0
     else:
-        signal.signal(signal.SIGTERM, _leave)  # so that what was started is ended
+        before = signal.signal(signal.SIGTERM, _leave)  # so that what was started is ended
         console = Console(stderr=True)
         launcher, cwd = _launcher(config)
-        outcomes = supervise(
-            plan,
-            launcher,
-            timeout=config.timeout,
-            say=lambda line: console.print(line, markup=False),
-            cwd=cwd,
-        )
+        try:
+            outcomes = supervise(
+                plan,
+                launcher,
+                timeout=config.timeout,
+                say=lambda line: console.print(line, markup=False),
+                cwd=cwd,
+            )
+        finally:
+            signal.signal(signal.SIGTERM, before)
     rows = summarise(plan.runs, outcomes, _peak())
     return _publish(rows, config, shlex.join(["mics", "bench", *args]))
 
