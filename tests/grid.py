@@ -108,16 +108,14 @@ def worlds(max_world_size: int = 8) -> Iterator[tuple[int, int, int]]:
 def quick_cases(max_world_size: int = 8) -> list[Case]:
     """A part of an orthogonal array in each world, the rest in others: all pairs occur.
 
-    Four rows of three steps, or two rows of two steps where there are more than four ranks: those cases
-    take the longest.
+    Four rows, or two where there are more than four ranks: those cases take the longest. Two steps each, three
+    in the small worlds.
     """
     cases = []
     for index, world in enumerate(worlds(max_world_size)):
         rows = list(_orthogonal_rows(half=(index // 3) % 2))
-        if world[0] <= 4:
-            cases += [_case(world, row) for row in rows]
-        else:
-            cases += [replace(_case(world, row), num_steps=2) for row in rows[index % 2 :: 2]]
+        chosen = rows if world[0] <= 4 else rows[index % 2 :: 2]
+        cases += [replace(_case(world, row), num_steps=3 if world[0] <= 2 else 2) for row in chosen]
     return cases
 
 

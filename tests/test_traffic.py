@@ -172,17 +172,15 @@ def test_calls_and_bytes_equal_the_formula(
         assert where.get(hop_2, 0) == (NUM_BLOCKS if num_replicas > 1 else 0)
 
 
-@pytest.mark.parametrize("prefetch", [1, "auto"])
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("partition_size", [1, 2, 4])
-def test_prefetch_moves_nothing_more(partition_size: int, announced: bool, prefetch: int | str) -> None:
+def test_prefetch_moves_nothing_more(partition_size: int, announced: bool) -> None:
     """A whole optimizer step makes the same calls and sends the same bytes with prefetch as without."""
-    for bf16 in (False, True):
-        args = (partition_size, "world", 3, announced, bf16, True)
-        ahead = run_ranks(4, _phases, *args, ranks_per_node=2, kwargs={"prefetch": prefetch})
-        plain = run_ranks(4, _phases, *args, ranks_per_node=2)
-        for found, expected in zip(ahead, plain, strict=True):
-            assert _total(*found.values()) == _total(*expected.values())
+    args = (partition_size, "world", 3, announced, partition_size == 2, True)
+    ahead = run_ranks(4, _phases, *args, ranks_per_node=2, kwargs={"prefetch": "auto"})
+    plain = run_ranks(4, _phases, *args, ranks_per_node=2)
+    for found, expected in zip(ahead, plain, strict=True):
+        assert _total(*found.values()) == _total(*expected.values())
 
 
 def test_hop_two_is_independent_of_accumulation() -> None:
