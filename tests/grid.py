@@ -108,8 +108,8 @@ def worlds(max_world_size: int = 8) -> Iterator[tuple[int, int, int]]:
 def quick_cases(max_world_size: int = 8) -> list[Case]:
     """A part of an orthogonal array in each world, the rest in others: all pairs occur.
 
-    Four rows, or two where there are more than four ranks: those cases take the longest. Two steps each, three
-    in the small worlds.
+    Four rows, or two where there are more than four ranks: those cases take the longest. Two steps each,
+    three in the small worlds.
     """
     cases = []
     for index, world in enumerate(worlds(max_world_size)):
