@@ -63,7 +63,7 @@ def test_the_grid_equals_plain_training(
     _report([case for case, _ in found], problems)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 6])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_two_runs_are_bitwise_equal(world_size: int) -> None:
     """The same cases trained twice give the same bits, norms included."""
     cases = [
@@ -126,7 +126,7 @@ def _cases(draw: st.DrawFn) -> Case:
     )
 
 
-NUM_DRAWN = 20
+NUM_DRAWN = 14
 
 
 def test_drawn_cases_equal_plain_training(grid_sizes: dict[str, int]) -> None:

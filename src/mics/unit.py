@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -240,6 +241,17 @@ class Unit:
 
     def __reduce__(self) -> Any:
         raise MicsError(UNCOPYABLE)
+
+    def __del__(self) -> None:
+        """Let the computation wait for what lanes still do with this unit's memory: others get it next.
+
+        On a GPU alone: a thread's job keeps its tensors, and might wait for ranks that are gone.
+        """
+        if self.device.type == "cuda":
+            for ticket in (self._arriving, self._gather_read, self._refreshed, self._reduced):
+                with suppress(Exception):  # the interpreter may be on its way out
+                    if ticket is not None:
+                        ticket.wait()
 
     def check_intact(self) -> None:
         """Raise if the optimizer's parameters no longer are the memory of ``master``."""
