@@ -25,7 +25,8 @@ from mics.schedule import Schedule, ScheduledSite
 from mics.settings import OptimizerSharding, Settings, check_settings, compare, describe, whole_node
 from mics.state import shard_of_full
 from mics.topology import Topology, plan_topology
-from mics.unit import Share, Unit, UnitSpec
+from mics.unit import Unit
+from mics.unit_spec import Share, UnitSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,7 +15,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from mics.assign import ParamRef
 from mics.comm.lanes import DONE, Ticket
 from mics.comm.world import MeshCollectives
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
-from mics.layout import Slot, UnitLayout
+from mics.layout import Slot
 from mics.reduce_buffer import ReduceBuffer, ReduceViews
+from mics.unit_spec import Share, UnitSpec
 
 
 class GradState(enum.Enum):
@@ -40,42 +39,6 @@ class GradState(enum.Enum):
     EMPTY = enum.auto()
     PARTIAL = enum.auto()
     REDUCED = enum.auto()
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitSpec:
-    """What a unit is made of. All its parameters share formats, and are trainable or all frozen."""
-
-    index: int
-    name: str
-    refs: tuple[ParamRef, ...]
-    layout: UnitLayout
-    trainable: bool
-    param_dtype: torch.dtype
-    master_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """This rank's part of every unit."""
-
-    chunk: int
-    piece: int
-    masters_over_replicas: bool  # optimizer_sharding == "world"
-
-    def chunk_span(self, layout: UnitLayout) -> range:
-        return layout.chunk_span(self.chunk)
-
-    def piece_span(self, layout: UnitLayout) -> range:
-        return layout.piece_span(self.chunk, self.piece)
-
-    def master_span(self, layout: UnitLayout, *, trainable: bool) -> range:
-        """The flat positions whose values ``model.parameters()`` shows on this rank."""
-        if trainable and self.masters_over_replicas:
-            return self.piece_span(layout)
-        return self.chunk_span(layout)
 
 
 class ParameterTable(dict[str, nn.Parameter | None]):
