@@ -52,9 +52,9 @@ def bench(args: Sequence[str]) -> int:
         if outcomes is None:
             return 0
     else:
-        before = signal.signal(signal.SIGTERM, _leave)  # so that what was started is ended
         console = Console(stderr=True)
         launcher, cwd = _launcher(config)
+        before = signal.signal(signal.SIGTERM, _leave)  # so that what was started is ended
         try:
             outcomes = supervise(
                 plan,
