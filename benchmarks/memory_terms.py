@@ -51,7 +51,7 @@ def measure(size: str, partition_size: int, device: torch.device) -> list[tuple[
         optimizer.step()
         optimizer.zero_grad()
     moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
-    gradients = [u.grad_shard for u in units if u.grad_shard is not None]
+    gradients = [u.gradients.shard for u in units if u.gradients.shard is not None]
     reducing = [tensor for b in engine.boundary.reduce_buffers() for tensor in (b.full, b.shard)]
     p, replicas = partition_size, dist.get_world_size() // partition_size
     params = config.num_parameters

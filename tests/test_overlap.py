@@ -119,7 +119,7 @@ def _after_evaluation() -> int:
     engine, left = engine_of(model), []
 
     def look(*_: object) -> None:
-        first = engine.schedule._plans.first()
+        first = {index for batch in engine.schedule.plans.first() for index in batch}
         left.append(sum(unit.is_arriving and unit.spec.index not in first for unit in engine.units))
 
     model.register_forward_pre_hook(look)

@@ -7,6 +7,7 @@ from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
 from mics.errors import CollectiveError, MicsError, SettingsError
 from mics.optimizer_hooks import allow_optimizer
+from mics.plans import Prefetch
 from mics.precision import Precision
 from mics.state import (
     full_gradients,
@@ -29,6 +30,7 @@ __all__ = [
     "Link",
     "MicsError",
     "Precision",
+    "Prefetch",
     "SettingsError",
     "Traffic",
     "allow_optimizer",

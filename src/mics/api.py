@@ -10,23 +10,24 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from mics.assign import ParamRef, Site
+from mics.assign import Site
 from mics.boundary import Boundary
-from mics.buffers import BufferSync, keeps_statistics
+from mics.buffers import BufferSync
+from mics.choices import Choices, choose_topology, unit_specs
 from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.world import MeshCollectives
 from mics.engine import Engine, attach_engine, engine_of
 from mics.errors import SettingsError
-from mics.layout import plan_layout
 from mics.materialize import drop_originals, fill_unit, initial_values, place_buffers
 from mics.optimizer_hooks import register_params
+from mics.plans import Prefetch
 from mics.precision import Precision
 from mics.schedule import Schedule, ScheduledSite
 from mics.settings import OptimizerSharding, Settings, check_settings, compare, describe, whole_node
 from mics.state import shard_of_full
-from mics.topology import Topology, plan_topology
-from mics.unit import Unit
-from mics.unit_spec import Share, UnitSpec
+from mics.topology import Topology
+from mics.unit import Unit, UnitMemory
+from mics.unit_spec import Share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +44,7 @@ def shard(
     hierarchical: Literal["auto"] | bool = "auto",
     optimizer_sharding: OptimizerSharding = "world",
     precision: Precision | None = None,
-    prefetch: Literal["auto"] | int = "auto",
+    prefetch: Literal["auto"] | int | Prefetch = "auto",
 ) -> nn.Module:
     """Shard ``model`` in place over partition groups and return it.
 
@@ -53,14 +54,19 @@ def shard(
         units: modules, or classes of modules, that are gathered and released as a whole. By default the
             entries of every list of repeated blocks. The rest goes to units of its own.
         mesh: a 2-D ``DeviceMesh`` (replicas outside, partition inside) instead of ``partition_size``.
-        hierarchical: gather and reduce in two stages where a partition group fills several whole nodes
-            ("auto" and True), or always in one (False).
+        hierarchical: gather and reduce in two stages where a partition group has as many ranks on each of
+            several nodes: where the cost model says that it pays ("auto"), always (True) or never (False).
         optimizer_sharding: "world" divides masters and optimizer state over partition x replication,
             "partition" over the partition group alone.
         precision: formats of parameters, reduction and masters; by default bfloat16 parameters with float32
             masters on CUDA, and float32 on the CPU.
-        prefetch: units to gather ahead of their use. Gradients are reduced and new parameters spread beside
-            the computation too, unless it is 0: then everything runs where it is issued.
+        prefetch: units to gather ahead of their use, or a ``mics.Prefetch`` that limits their bytes too;
+            "auto" takes as many as the cost model says hide the gathers. Gradients are reduced and new
+            parameters spread beside the computation too, unless it is 0: then everything runs where it is
+            issued.
+
+    The cost model takes the network to be an ordinary one. ``MICS_CLUSTER`` tells it better: the name of a
+    cluster or a file, as for ``mics emulate --cluster``.
     """
     world = join_world()
     nodes = world.node_names()
@@ -76,6 +82,7 @@ def shard(
             optimizer_sharding=optimizer_sharding,
             precision=precision or Precision(),
             prefetch=prefetch,
+            nodes=nodes,
         )
     except Exception as caught:
         # Tell the others before raising: they would wait for this rank in the exchange.
@@ -139,14 +146,10 @@ def traffic(model: nn.Module) -> Traffic:
 
 def _build(model: nn.Module, world: World, settings: Settings, node_names: list[str]) -> nn.Module:
     order = {name: index for index, name in enumerate(dict.fromkeys(node_names))}
-    topology = plan_topology(
-        [order[name] for name in node_names],
-        partition_groups=settings.partition_groups,
-        hierarchical=settings.hierarchical,
-    )
+    topology = choose_topology(settings, [order[name] for name in node_names], talk=world.rank == 0)
     world.start_liveness(settings.device)
     counter = TrafficCounter()
-    overlap = settings.prefetch > 0
+    overlap = settings.prefetch is None or settings.prefetch.units > 0
     mesh = world.collectives(topology, counter, settings.device, overlap=overlap)
     share = Share(
         chunk=topology.chunk(world.rank),
@@ -157,19 +160,24 @@ def _build(model: nn.Module, world: World, settings: Settings, node_names: list[
         place_buffers(model, settings.device, mesh.world)
         scheduled = _build_sites(model, settings, topology, share, mesh)
     all_units = list(dict.fromkeys(unit for site in scheduled for unit in site.units))
+    choices = Choices(settings, topology, all_units)
     boundary = Boundary(
         all_units,
         mesh=mesh,
         world_size=world.size,
         device=settings.device,
         num_reduce_buffers=2 if overlap else 1,
+        replica_batch_nbytes=choices.replica_batch_nbytes if overlap else 0,
+        choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )
-    schedule = Schedule(
-        scheduled,
-        reduce=boundary.reduce,
-        before_root=BufferSync(model, mesh.world),
-        prefetch=settings.prefetch,
-    )
+    synchronize_buffers = BufferSync(model, mesh.world)
+
+    def before_forward() -> None:
+        if torch.is_grad_enabled():
+            boundary.allocate()
+        synchronize_buffers()
+
+    schedule = Schedule(scheduled, reduce=boundary.reduce, before_root=before_forward, plans=choices.plans())
     boundary.follow(schedule)
     register_params(boundary)
     for module in model.modules():
@@ -194,19 +202,12 @@ def _build_sites(
 ) -> list[ScheduledSite]:
     scheduled: list[ScheduledSite] = []
     index = itertools.count()
-    for site in settings.sites:
+    specs_of = [unit_specs(site, settings, topology, index) for site in settings.sites]
+    memory = UnitMemory([spec for specs in specs_of for spec in specs], share, settings.device)
+    for site, specs in zip(settings.sites, specs_of, strict=True):
         built = [unit for earlier in scheduled for unit in earlier.units]
         values = initial_values(model, site, settings.device, built)
-        specs = _unit_specs(site, settings, topology, index)
-        units = [
-            Unit(
-                spec,
-                share,
-                mesh=mesh,
-                device=settings.device,
-            )
-            for spec in specs
-        ]
+        units = [Unit(spec, share, mesh=mesh, memory=memory) for spec in specs]
         for unit in units:
             fill_unit(unit, values, mesh.world)
         drop_originals(site)
@@ -215,7 +216,11 @@ def _build_sites(
         ]
         scheduled.append(
             ScheduledSite(
-                name=site.name, module=site.module, units=units, cast_to=lowered[0] if lowered else None
+                name=site.name,
+                module=site.module,
+                units=units,
+                cast_to=lowered[0] if lowered else None,
+                needed_in_backward=type(site.module) is not nn.Embedding,
             )
         )
     scheduled += _holders_elsewhere(settings.sites, scheduled)
@@ -243,42 +248,3 @@ def _holders_elsewhere(sites: Sequence[Site], scheduled: Sequence[ScheduledSite]
                     )
                     entry.units += [unit] if unit not in entry.units else []
     return list(extra.values())
-
-
-def _unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterator[int]) -> list[UnitSpec]:
-    """One unit for each combination of formats and trainability in a site: usually one."""
-    precision, device = settings.precision, settings.device
-    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ParamRef]] = {}
-    for ref in site.params:
-        dtype = ref.param.dtype
-        # Norms with running statistics compute in their buffers' format, and take activations in any.
-        keeps = any(keeps_statistics(module) for module, _ in ref.places)
-        param_dtype = dtype if keeps else precision.param_dtype(dtype, device)
-        key = (param_dtype, precision.master_dtype(dtype), ref.param.requires_grad)
-        groups.setdefault(key, []).append(ref)
-    specs = []
-    for (param_dtype, master_dtype, trainable), refs in groups.items():
-        reduce_dtype = precision.reduce_dtype(param_dtype)
-        layout = plan_layout(
-            [(ref.name, tuple(ref.param.shape)) for ref in refs],
-            itemsize=min(param_dtype.itemsize, reduce_dtype.itemsize),
-            num_chunks=topology.partition_size,
-            num_pieces=topology.num_replicas,
-        )
-        name = site.name or type(site.module).__name__
-        if len(groups) > 1:
-            name += f"[{'trainable' if trainable else 'frozen'} {str(param_dtype).removeprefix('torch.')}]"
-        specs.append(
-            UnitSpec(
-                index=next(index),
-                name=name,
-                refs=tuple(refs),
-                layout=layout,
-                trainable=trainable,
-                param_dtype=param_dtype,
-                master_dtype=master_dtype if trainable else param_dtype,
-                reduce_dtype=reduce_dtype,
-                grad_dtype=master_dtype if trainable else param_dtype,
-            )
-        )
-    return specs

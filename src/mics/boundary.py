@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError
 from mics.gradients import GradientOwner, ShardGrad
+from mics.plans import Prefetch
 from mics.reduce_buffer import ReduceBuffer
 from mics.schedule import Schedule
-from mics.unit import GradState, Unit
+from mics.unit import Unit, refresh_together
+from mics.unit_gradients import GradState, reduce_over_replicas
 
 
 class Boundary:
@@ -30,6 +32,8 @@ class Boundary:
         world_size: int,
         device: torch.device,
         num_reduce_buffers: int,
+        replica_batch_nbytes: int = 0,
+        choose_prefetch: Callable[[Sequence[int], int], int] | None = None,
     ) -> None:
         self.units = list(units)
         self.trainable = [unit for unit in units if unit.spec.trainable]
@@ -41,9 +45,13 @@ class Boundary:
         self._num_buffers = num_reduce_buffers
         self._owner = GradientOwner(synchronize=self.synchronize, agree_found_inf=self._agree_found_inf)
         self._guards: dict[int, list[ShardGrad]] = {}  # by unit index
-        self._agreement = Agreement(self.trainable, mesh=mesh, device=device)
+        self._agreement = Agreement(self.trainable, mesh=mesh, device=device, choose_prefetch=choose_prefetch)
         self._schedule: Schedule | None = None
         self._fresh_grads = False  # a backward has run since the ranks last agreed
+        # Hop 2 and the spreading of new values take units together up to this many bytes.
+        self._batch_nbytes = replica_batch_nbytes
+        self._waiting: list[Unit] = []  # for hop 2
+        self._sending = False  # something has been sent since the last boundary
         self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
 
     # -- gradients ----------------------------------------------------------------------------------
@@ -51,20 +59,31 @@ class Boundary:
     def reduce(self, unit: Unit) -> None:
         """Hop 1 of a unit whose backward is over, and hop 2 if this micro-step is the last."""
         self._adopt_assigned(unit)
-        unit.reduce(self._buffer(unit), self._scale)
+        unit.gradients.reduce(self._buffer(unit), self._scale)
         self._show(unit)
         self._fresh_grads = True
         if self.announced:
-            unit.reduce_over_replicas()
+            self._wait_for_company(unit)
+
+    def _wait_for_company(self, unit: Unit) -> None:
+        """Hop 2 of units that have enough bytes together for one collective; the first goes alone."""
+        if unit not in self._waiting:
+            self._waiting.append(unit)
+        if not self._sending or _nbytes_of(self._waiting) >= self._batch_nbytes:
+            self._sending = True
+            reduce_over_replicas([unit.gradients for unit in self._waiting], self._mesh.replication)
+            self._waiting = []
 
     def synchronize(self) -> None:
         """Hop 2 of every unit that has only had hop 1. Called by whatever needs gradients first."""
         for unit in self.trainable:
             self._adopt_assigned(unit)
-            if unit.grad_state is GradState.PARTIAL:
-                unit.reduce_over_replicas()
+        self._waiting, self._sending = [], False
+        left = [unit for unit in self.trainable if unit.gradients.state is GradState.PARTIAL]
+        for batch in batches_of(left, self._batch_nbytes):
+            reduce_over_replicas([unit.gradients for unit in batch], self._mesh.replication)
         for unit in self.trainable:
-            unit.settle_grads()
+            unit.gradients.settle()
         if self._fresh_grads:
             self._fresh_grads = False
             self._agreement.exchange()
@@ -72,6 +91,13 @@ class Boundary:
     def follow(self, schedule: Schedule) -> None:
         """Check at each boundary that all ranks went through ``schedule`` alike, and start it again after."""
         self._agreement.schedule = self._schedule = schedule
+
+    def allocate(self) -> None:
+        """Have the memory of all gradients before training fills the device's memory with other things."""
+        for unit in self.trainable:
+            unit.gradients.allocate()
+        for dtype in {unit.spec.reduce_dtype for unit in self.trainable}:
+            self._buffers_of(dtype)
 
     def any_rank_used(self, unit: Unit, index: int) -> bool:
         """Whether a parameter got a gradient anywhere in the world, once synchronized."""
@@ -86,11 +112,13 @@ class Boundary:
         # As torch's own clipping: no comparison on the host, a factor of at most one on the device.
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if units:
-            torch._foreach_mul_([unit.step_gradient() for unit in units], factor.to(units[0].spec.grad_dtype))
+            torch._foreach_mul_(
+                [unit.gradients.step_gradient() for unit in units], factor.to(units[0].spec.grad_dtype)
+            )
         return total
 
     def _total_norm(self, units: Sequence[Unit], norm_type: float) -> Tensor:
-        pieces = [unit.unique_gradient() for unit in units]
+        pieces = [unit.gradients.unique_gradient() for unit in units]
         infinite = math.isinf(norm_type)
         if pieces:
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(pieces, norm_type)])
@@ -103,18 +131,18 @@ class Boundary:
 
     def _units_with_gradients(self) -> list[Unit]:
         for unit in self.trainable:
-            unit.forget_cleared()
-        return [unit for unit in self.trainable if unit.grad_state is GradState.REDUCED]
+            unit.gradients.drop_cleared()
+        return [unit for unit in self.trainable if unit.gradients.state is GradState.REDUCED]
 
     def _show(self, unit: Unit) -> None:
         """Let ``parameter.grad`` be this unit's guarded gradients."""
         guards = self._guards.get(unit.spec.index)
         if guards is None:
-            guards = [ShardGrad.guard(grad, self._owner) for grad in unit.grads]
+            guards = [ShardGrad.guard(grad, self._owner) for grad in unit.gradients.views]
             self._guards[unit.spec.index] = guards
         for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True)):
             if shard.grad is None:
-                unit.check_unhooked(index)
+                unit.gradients.check_unhooked(index)
                 shard.grad = guard
 
     def _adopt_assigned(self, unit: Unit) -> None:
@@ -130,11 +158,11 @@ class Boundary:
         if not assigned:
             return
         values = [unit.shards[index].grad for index in assigned]
-        unit.make_reduced()
+        unit.gradients.make_reduced()
         for index, value in zip(assigned, values, strict=True):
             assert value is not None
-            unit.grads[index].copy_(value.as_subclass(Tensor))
-            unit.used[index] = True
+            unit.gradients.views[index].copy_(value.as_subclass(Tensor))
+            unit.gradients.used[index] = True
             unit.shards[index].grad = None
         self._show(unit)
         self._fresh_grads = True
@@ -144,7 +172,12 @@ class Boundary:
         return [buffer for buffers in self._buffers.values() for buffer in buffers]
 
     def _buffer(self, unit: Unit) -> ReduceBuffer:
-        dtype = unit.spec.reduce_dtype
+        # In turn: while one is being reduced, the next unit's gradients go to the other.
+        buffers = self._buffers_of(unit.spec.reduce_dtype)
+        buffers.append(buffers.pop(0))
+        return buffers[0]
+
+    def _buffers_of(self, dtype: torch.dtype) -> list[ReduceBuffer]:
         if dtype not in self._buffers:
             layouts = [u.spec.layout for u in self.trainable if u.spec.reduce_dtype is dtype]
             self._buffers[dtype] = [
@@ -156,10 +189,7 @@ class Boundary:
                 )
                 for _ in range(self._num_buffers)
             ]
-        # In turn: while one is being reduced, the next unit's gradients go to the other.
-        buffers = self._buffers[dtype]
-        buffers.append(buffers.pop(0))
-        return buffers[0]
+        return self._buffers[dtype]
 
     def _agree_found_inf(self, found_inf: Tensor) -> None:
         self._mesh.world.all_reduce(found_inf, "the gradient scaler's overflow flag", maximum=True)
@@ -171,25 +201,48 @@ class Boundary:
         self.synchronize()
         for unit in {id(unit): unit for unit, _ in members}.values():
             unit.check_intact()
-            unit.forget_cleared()
+            unit.gradients.drop_cleared()
         self._agreement.settle()
         self._shown = [(unit, index) for unit, index in members if unit.shards[index].grad is not None]
         for unit, index in self._shown:
             shard = unit.shards[index]
             # An empty shard has nothing to update, and not every kernel likes empty tensors.
             hidden = shard.numel() == 0 or not self._agreement.used(unit, index)
-            shard.grad = None if hidden else unit.grads[index]
+            shard.grad = None if hidden else unit.gradients.views[index]
 
     def after_step(self, members: Sequence[tuple[Unit, int]]) -> None:
         """Guard the gradients again and bring the new values to all replicas."""
         for unit, index in self._shown:
-            if unit.shards[index].grad is unit.grads[index]:  # and not cleared by a hook in between
+            if unit.shards[index].grad is unit.gradients.views[index]:  # and not cleared by a hook in between
                 unit.shards[index].grad = self._guards[unit.spec.index][index]
         self._shown = []
-        for unit in {id(unit): unit for unit, _ in members}.values():
-            unit.refresh()
+        units = list({id(unit): unit for unit, _ in members}.values())
+        if self._schedule is not None:
+            self._schedule.settle_homes()
+            units = self._schedule.forward_order(units)
+        for batch in batches_of(units, self._batch_nbytes):
+            refresh_together(batch)
         if self._schedule is not None:
             self._schedule.start_next_forward()
+
+
+def batches_of(units: Sequence[Unit], nbytes: int) -> Iterator[list[Unit]]:
+    """Units that cross the replication group together: at least ``nbytes`` of shards, but for the first.
+
+    The first goes alone, because somebody waits for it.
+    """
+    batch: list[Unit] = []
+    for number, unit in enumerate(units):
+        batch.append(unit)
+        if number == 0 or _nbytes_of(batch) >= nbytes:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _nbytes_of(units: Sequence[Unit]) -> int:
+    return sum(unit.param_shard.numel() * unit.param_shard.element_size() for unit in units)
 
 
 class Agreement:
@@ -200,17 +253,25 @@ class Agreement:
     the others look at it one boundary later.
     """
 
-    def __init__(self, units: Sequence[Unit], *, mesh: MeshCollectives, device: torch.device) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        mesh: MeshCollectives,
+        device: torch.device,
+        choose_prefetch: Callable[[Sequence[int], int], int] | None,
+    ) -> None:
         self.schedule: Schedule | None = None
+        self._choose_prefetch = choose_prefetch
         self._units = list(units)
         self._world = mesh.world
         self._first = {}  # unit index -> position of its first parameter in the exchanged flags
-        numel = 2
+        numel = 3
         for unit in self._units:
             self._first[unit.spec.index] = numel
-            numel += len(unit.used)
+            numel += len(unit.gradients.used)
         pin = device.type == "cuda"
-        self._mine = torch.zeros(numel, pin_memory=pin)  # [digest, -digest, a flag for each parameter]
+        self._mine = torch.zeros(numel, pin_memory=pin)  # [digest, -digest, prefetch, a flag for each]
         self._theirs = torch.zeros(numel, pin_memory=pin)  # the maximum over ranks, back on the host
         self._wire = torch.zeros(numel, device=device)
         self._arrived = torch.cuda.Event() if pin else None
@@ -220,8 +281,9 @@ class Agreement:
         """Send this rank's account of the steps since the last boundary."""
         self.check()
         digest = 0 if self.schedule is None else self.schedule.digest
-        flags = [float(used) for unit in self._units for used in unit.used]
-        self._mine.copy_(torch.tensor([float(digest), -float(digest), *flags]))
+        flags = [float(used) for unit in self._units for used in unit.gradients.used]
+        prefetch = self._settle_prefetch()
+        self._mine.copy_(torch.tensor([float(digest), -float(digest), float(prefetch), *flags]))
         self._wire.copy_(self._mine, non_blocking=True)
         self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
         self._theirs.copy_(self._wire, non_blocking=True)
@@ -233,9 +295,22 @@ class Agreement:
         if self._arrived is None:
             self.check()
 
+    def _settle_prefetch(self) -> int:
+        """What this rank would look ahead; once the ranks have told each other, the most that any would.
+
+        Ranks may see batches of different sizes, and must gather in the same order all the same.
+        """
+        schedule = self.schedule
+        if schedule is None or self._choose_prefetch is None or schedule.plans.is_final:
+            return 0
+        agreed = int(self._theirs[2].item())
+        if agreed > 0:
+            schedule.plans.look_ahead(Prefetch(units=agreed))
+        return self._choose_prefetch(schedule.plans.latest(), schedule.rows)
+
     def settle(self) -> None:
         """Wait for the answer, if this rank needs it to know what was used."""
-        if not all(used for unit in self._units for used in unit.used):
+        if not all(used for unit in self._units for used in unit.gradients.used):
             self.check()
 
     def check(self) -> None:
@@ -257,6 +332,6 @@ class Agreement:
 
     def used(self, unit: Unit, index: int) -> bool:
         """Whether any rank got a gradient for this parameter (after :meth:`settle`)."""
-        if unit.used[index]:
+        if unit.gradients.used[index]:
             return True
         return bool(self._theirs[self._first[unit.spec.index] + index].item())

@@ -8,6 +8,7 @@ are round figures of the kind that collective benchmarks report for the fabric. 
     ranks_per_node: 8
     intra: {bandwidth: 300e9, latency: 3e-6}                       # bytes a second for each rank, seconds
     inter: {bandwidth: 50e9, latency: 20e-6, ramp_nbytes: 65536}   # bytes a second for the whole node
+    flops: 600e12                                                  # of one rank, in large matrices
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def _infiniband(gbit_per_second: float) -> Link:
     return Link(bandwidth=gbit_per_second * _GBIT, latency=5e-6, ramp_nbytes=_NETWORK_RAMP)
 
 
-def _node(name: str, intra: Link, inter: Link) -> Cluster:
-    return Cluster(name=name, num_nodes=1, ranks_per_node=8, intra=intra, inter=inter)
+def _node(name: str, intra: Link, inter: Link, tflops: float) -> Cluster:
+    """``tflops``: what large matrices in 16-bit formats reach, about 60 to 80% of the data sheet's peak."""
+    return Cluster(name=name, num_nodes=1, ranks_per_node=8, intra=intra, inter=inter, flops=tflops * 1e12)
 
 
 PRESETS: Final = MappingProxyType(
@@ -50,18 +52,44 @@ PRESETS: Final = MappingProxyType(
         node.name: node
         for node in (
             # 8 V100 32 GB, NVLink 300 GB/s a GPU, 100 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p3
-            _node("p3dn.24xlarge", _nvlink(300), _efa(100)),
+            _node("p3dn.24xlarge", _nvlink(300), _efa(100), 90),
             # 8 A100 40 GB, NVSwitch 600 GB/s a GPU, 400 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p4
-            _node("p4d.24xlarge", _nvlink(600), _efa(400)),
+            _node("p4d.24xlarge", _nvlink(600), _efa(400), 240),
             # The same with A100 80 GB.
-            _node("p4de.24xlarge", _nvlink(600), _efa(400)),
+            _node("p4de.24xlarge", _nvlink(600), _efa(400), 240),
             # 8 H100 80 GB, NVSwitch 900 GB/s a GPU, 3200 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p5
-            _node("p5.48xlarge", _nvlink(900), _efa(3200)),
+            _node("p5.48xlarge", _nvlink(900), _efa(3200), 650),
             # 8 H100 80 GB, NVLink 900 GB/s a GPU, 8 ConnectX-7 of 400 Gbit/s: NVIDIA DGX H100 data sheet
-            _node("dgx-h100", _nvlink(900), _infiniband(3200)),
+            _node("dgx-h100", _nvlink(900), _infiniband(3200), 650),
         )
     }
 )
+
+
+_ORDINARY_NETWORK: Final = _efa(400)
+_ASSUMED: Final = {"V100": "p3dn.24xlarge", "A100": "p4d.24xlarge", "H100": "dgx-h100", "H200": "dgx-h100"}
+_ANY_GPU: Final = _node("gpus", _nvlink(300), _ORDINARY_NETWORK, 100)
+_ANY_CPU: Final = Cluster(
+    name="cpus",
+    num_nodes=1,
+    ranks_per_node=1,
+    intra=Link(bandwidth=2e9, latency=100e-6),
+    inter=Link(bandwidth=1 * _GBIT, latency=200e-6),
+    flops=20e9,
+)
+
+
+def assumed_cluster(device_name: str | None, *, num_nodes: int, ranks_per_node: int) -> Cluster:
+    """What a cluster of these devices (None: processors) is taken to be when nobody says: see MICS_CLUSTER.
+
+    The network is an ordinary one whatever the device.
+    """
+    if device_name is None:
+        node = _ANY_CPU
+    else:
+        known = next((preset for part, preset in _ASSUMED.items() if part in device_name), None)
+        node = replace(_ANY_GPU if known is None else PRESETS[known], inter=_ORDINARY_NETWORK)
+    return replace(node, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
 
 
 def find_cluster(description: str, *, num_nodes: int | None = None) -> Cluster:
@@ -96,6 +124,8 @@ def _read(path: Path) -> Cluster:
     for link in ("intra", "inter"):
         values = _checked(path, link, described[link], Link, required={"bandwidth", "latency"})
         described[link] = Link(**{key: _number(path, f"{link}.{key}", values[key]) for key in values})
+    if "flops" in described:
+        described["flops"] = _number(path, "flops", described["flops"])
     described.setdefault("num_nodes", 1)
     described.setdefault("name", path.stem)
     return Cluster(**described)

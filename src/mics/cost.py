@@ -80,8 +80,13 @@ class Span:
 
     @classmethod
     def of(cls, cluster: Cluster, ranks: Collection[int]) -> Span:
-        per_node = Counter(cluster.node_of(rank) for rank in ranks)
-        return cls(size=len(ranks), num_nodes=len(per_node), on_a_node=min(per_node.values()))
+        return cls.over([cluster.node_of(rank) for rank in ranks])
+
+    @classmethod
+    def over(cls, nodes: Collection[int]) -> Span:
+        """Of a group whose members are on these nodes."""
+        per_node = Counter(nodes)
+        return cls(size=len(nodes), num_nodes=len(per_node), on_a_node=min(per_node.values()))
 
 
 def cost(cluster: Cluster, kind: Kind, span: Span, nbytes: int) -> Cost:

@@ -54,7 +54,7 @@ def fill_unit(unit: Unit, values: dict[int, Tensor], world: Collectives) -> None
     if world.position == 0:
         for slot, ref in zip(unit.spec.layout.slots, unit.spec.refs, strict=True):
             flat[slot.start : slot.stop].copy_(values[id(ref.param)].reshape(-1))
-    world.broadcast(flat, unit.label)
+    world.broadcast(flat, unit.spec.label)
     unit.load(flat)
 
 

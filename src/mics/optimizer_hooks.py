@@ -13,10 +13,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.boundary import Boundary
 from mics.errors import SettingsError
+from mics.optimizer_state import make_contiguous
 from mics.unit import Unit
 
 # Optimizers whose update of an element uses that element's values alone are exact on shards.
@@ -52,6 +54,7 @@ class _Place:
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # sharded parameter -> _Place
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter from before sharding -> its name
+_in_place: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # state is contiguous
 _members: WeakKeyDictionary[Optimizer, tuple[int, dict[Boundary, list[tuple[Unit, int]]]]] = (
     WeakKeyDictionary()
 )
@@ -86,8 +89,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for boundary, members in _find_members(optimizer).items():
+    found = _find_members(optimizer)
+    if found and optimizer not in _in_place:
+        _in_place[optimizer] = optimizer.register_load_state_dict_post_hook(_forget_places)
+        make_contiguous(optimizer, [unit.shards[i] for members in found.values() for unit, i in members])
+    for boundary, members in found.items():
         boundary.after_step(members)
+
+
+def _forget_places(optimizer: Optimizer) -> None:
+    """Loaded state is new tensors: bring them together after the next step."""
+    _in_place.pop(optimizer).remove()
 
 
 def _find_members(optimizer: Optimizer) -> dict[Boundary, list[tuple[Unit, int]]]:

@@ -6,63 +6,192 @@ the model's forward: a whole micro-step, or an evaluation. Several are kept. Whe
 another one that began the same way takes over; if there is none, units are gathered when they are needed and
 the new order is recorded.
 
+Small units that follow each other are sent for together: a collective of few bytes is all latency.
+
 Everything here follows from the order of the calls alone, so all ranks decide alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mics.errors import SettingsError
 
 _MAX_PLANS = 16
+
+Batch = tuple[int, ...]
+"""Units that are gathered by one collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """How far ahead of their use units are gathered.
+
+    ``units`` counts units (small ones that travel together count as one); with 0 nothing runs beside the
+    computation. ``nbytes`` limits the bytes on their way as well: a unit that does not fit is gathered when
+    it is needed.
+    """
+
+    units: int = 2
+    nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, least in (("units", 0), ("nbytes", 1)):
+            value = getattr(self, field)
+            if value is None and field == "nbytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SettingsError(f"Prefetch.{field}: expected an integer from {least}, found {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One recorded order, and what to send for at each of its positions."""
+
+    order: tuple[int, ...]
+    first: tuple[Batch, ...]
+    """To be sent for before the forward begins."""
+    ahead: tuple[tuple[Batch, ...], ...]
+    """By position: what to have on its way once the unit there is needed."""
+
+    def sent_at(self) -> list[int]:
+        """For each position the one at which its unit is sent for; -1: before the first."""
+        found: list[int] = []
+        sent: dict[int, int] = {unit: -1 for batch in self.first for unit in batch}
+        for position, unit in enumerate(self.order):
+            found.append(sent.pop(unit, position))
+            for batch in self.ahead[position]:
+                for other in batch:
+                    sent.setdefault(other, position)
+        return found
+
+
+_NO_PLAN = Plan(order=(), first=(), ahead=())
+
+
+def make_plan(
+    order: Sequence[int], *, sizes: Mapping[int, int], prefetch: Prefetch, batch_nbytes: int
+) -> Plan:
+    """Look ahead from every position of ``order``. ``sizes``: bytes of each gathered unit."""
+    batches = list(_batches(order, sizes, batch_nbytes))
+    places = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch))]
+
+    def window(upcoming: Iterable[Batch]) -> tuple[Batch, ...]:
+        found, nbytes = [], 0
+        for batch in upcoming:
+            nbytes += sum(sizes[unit] for unit in batch)
+            if prefetch.nbytes is not None and nbytes > prefetch.nbytes:
+                break
+            found.append(batch)
+        return tuple(found)
+
+    ahead = []
+    for number, place in places:
+        rest = batches[number][place + 1 :]
+        following = batches[number + 1 : number + 1 + prefetch.units]
+        ahead.append(window([*([rest] if rest else []), *following]) if prefetch.units else ())
+    return Plan(order=tuple(order), first=window(batches[: prefetch.units]), ahead=tuple(ahead))
+
+
+def _batches(order: Sequence[int], sizes: Mapping[int, int], batch_nbytes: int) -> Iterable[Batch]:
+    """Neighbours in ``order`` that together have at most ``batch_nbytes``, no unit twice."""
+    batch: list[int] = []
+    nbytes = 0
+    for unit in order:
+        if batch and (unit in batch or nbytes + sizes[unit] > batch_nbytes):
+            yield tuple(batch)
+            batch, nbytes = [], 0
+        batch.append(unit)
+        nbytes += sizes[unit]
+    if batch:
+        yield tuple(batch)
 
 
 class Plans:
     """The orders seen, and the place in the one that is being replayed."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth  # units to look ahead
-        self._plans: list[tuple[int, ...]] = []  # the latest first
-        self._plan: tuple[int, ...] = ()
+    def __init__(
+        self,
+        prefetch: Prefetch,
+        *,
+        sizes: Mapping[int, int],
+        batch_nbytes: int = 0,
+        is_final: bool = True,
+    ) -> None:
+        self.prefetch = prefetch
+        self.is_final = is_final  # whether ``prefetch`` is what it will be
+        self._sizes = sizes
+        self._batch_nbytes = batch_nbytes
+        self._plans: list[Plan] = []  # the latest first
+        self._plan = _NO_PLAN
         self._seen: list[int] = []  # since the forward began
         self._follows = False  # ``_seen`` is how ``_plan`` begins
 
-    def begin(self) -> None:
-        """The model's forward begins: what was seen up to here is a plan."""
-        if self._seen:
-            done = self._plan if self._follows and len(self._seen) == len(self._plan) else tuple(self._seen)
-            if done in self._plans:
-                self._plans.remove(done)
-            self._plans.insert(0, done)
-            del self._plans[_MAX_PLANS:]
+    def begin(self) -> Plan | None:
+        """The model's forward begins: what was seen up to here is a plan, if anything was."""
+        done = self._current() if self._seen else None
+        if done is not None:
+            self._plans = [done, *(plan for plan in self._plans if plan.order != done.order)][:_MAX_PLANS]
         self._seen = []
         self._follows = bool(self._plans)
-        self._plan = self._plans[0] if self._plans else ()
+        self._plan = self._plans[0] if self._plans else _NO_PLAN
+        return done
 
-    def first(self) -> Sequence[int]:
+    @property
+    def current(self) -> Plan | None:
+        """The plan that is being followed."""
+        return self._plan if self._follows else None
+
+    def look_ahead(self, prefetch: Prefetch) -> None:
+        """Change how far ahead units are sent for, from the next forward on."""
+        self.is_final = True
+        if prefetch == self.prefetch:
+            return
+        self.prefetch = prefetch
+        self._plans = [self._make(plan.order) for plan in self._plans]
+        self._plan = self._make(self._plan.order)
+
+    def first(self) -> Sequence[Batch]:
         """What will be needed first if the next forward is like the last one."""
         if self._seen and not self._follows:
-            return tuple(self._seen[: self._depth])
-        latest = self._plan if self._follows else (self._plans[0] if self._plans else ())
-        return latest[: self._depth]
+            return self._make(self._seen).first
+        return (self._plan if self._follows else (self._plans or [_NO_PLAN])[0]).first
 
-    def advance(self, unit: int) -> Sequence[int]:
+    def advance(self, unit: int) -> Sequence[Batch]:
         """``unit`` is needed now. What will be needed after it, as far as is known."""
         position = len(self._seen)
         self._seen.append(unit)
-        if not (self._follows and position < len(self._plan) and self._plan[position] == unit):
+        order = self._plan.order
+        if not (self._follows and position < len(order) and order[position] == unit):
             self._change()
-        ahead = position + 1
-        return self._plan[ahead : ahead + self._depth] if self._follows else ()
+        return self._plan.ahead[position] if self._follows else ()
 
-    def _change(self) -> None:
-        """Find a plan that began as this one did."""
-        seen = tuple(self._seen)
-        found = next((plan for plan in self._plans if plan[: len(seen)] == seen), None)
-        self._follows = found is not None
-        if found is not None:
-            self._plan = found
+    def comes_next(self, unit: int) -> bool:
+        """Whether ``unit`` is what the plan expects next."""
+        position = len(self._seen)
+        return self._follows and self._plan.order[position : position + 1] == (unit,)
+
+    def latest(self) -> tuple[int, ...]:
+        """The order of the last micro-step, as far as it is known."""
+        return tuple(self._seen) or (self._plans or [_NO_PLAN])[0].order
 
     def forget_current(self) -> None:
         """What was seen since the forward began led nowhere (a failed backward)."""
         self._seen = []
         self._follows = False
+
+    def _current(self) -> Plan:
+        follows_to_the_end = self._follows and len(self._seen) == len(self._plan.order)
+        return self._plan if follows_to_the_end else self._make(self._seen)
+
+    def _make(self, order: Sequence[int]) -> Plan:
+        return make_plan(order, sizes=self._sizes, prefetch=self.prefetch, batch_nbytes=self._batch_nbytes)
+
+    def _change(self) -> None:
+        """Find a plan that began as this one did."""
+        seen = tuple(self._seen)
+        found = next((plan for plan in self._plans if plan.order[: len(seen)] == seen), None)
+        self._follows = found is not None
+        if found is not None:
+            self._plan = found

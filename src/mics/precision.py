@@ -11,21 +11,24 @@ from mics.errors import SettingsError
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The three formats of a parameter's life.
+    """The formats of a parameter's life.
 
     ``param`` is what modules compute with and what is gathered. ``None`` means bfloat16 on CUDA and each
-    parameter's own format on the CPU. ``reduce`` is what gradients travel in; they are accumulated in
-    ``float32`` whatever it is. ``master`` is what the optimizer updates.
+    parameter's own format on the CPU. ``reduce`` is what gradients travel in inside the partition group
+    (hop 1); they are accumulated over micro-steps in ``float32`` whatever it is. ``replica_reduce`` is what
+    they travel in between replicas (hop 2), ``None`` being the format they are accumulated in; a narrower one
+    is widened before anything is added. ``master`` is what the optimizer updates.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
+    replica_reduce: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param", "reduce", "master"):
+        for field in ("param", "reduce", "master", "replica_reduce"):
             dtype = getattr(self, field)
-            if dtype is None and field == "param":
+            if dtype is None and field in ("param", "replica_reduce"):
                 continue
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise SettingsError(
@@ -56,3 +59,8 @@ class Precision:
     def reduce_dtype(self, param: torch.dtype) -> torch.dtype:
         """The format in which gradients of parameters of format ``param`` travel."""
         return torch.float64 if param is torch.float64 else self.reduce
+
+    def replica_dtype(self, accumulated: torch.dtype) -> torch.dtype:
+        """The format in which gradients that are accumulated in ``accumulated`` travel between replicas."""
+        narrow = self.replica_reduce
+        return narrow if narrow is not None and narrow.itemsize < accumulated.itemsize else accumulated

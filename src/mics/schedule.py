@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.nn as nn
@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
-from mics.plans import Plans
-from mics.unit import Unit
+from mics.plans import Batch, Plans
+from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
 _DIGEST_MODULUS = 1 << 24
@@ -39,6 +40,8 @@ class _Call:
     """
 
     values: int  # of the parameters' versions in the forward
+    num_planned: int  # times that homes had been given
+    at_home: tuple[bool, ...]  # where each unit of the site was
     live_in: int = 0  # number of the backward that is inside this call; 0: none
 
 
@@ -58,6 +61,7 @@ class ScheduledSite:
     module: nn.Module
     units: list[Unit]
     cast_to: torch.dtype | None = None  # format that floating-point inputs are brought to
+    needed_in_backward: bool = True  # whether backward reads the parameters: that of an embedding does not
     depth: int = 0  # forwards under way
     num_live: int = 0  # calls whose backward is under way
     reached: bool = False  # by the current backward
@@ -84,14 +88,18 @@ class Schedule:
         *,
         reduce: Callable[[Unit], None],
         before_root: Callable[[], None],
-        prefetch: int,
+        plans: Plans,
     ) -> None:
         self.sites = list(sites)
-        self._plans = Plans(prefetch)
+        self.plans = plans
+        self.rows = 0  # the most rows that a unit's forward has multiplied its matrices with
+        # By name of the site: forwards that a backward may still go through.
+        self._open_calls: dict[str, WeakSet[_Call]] = {}
         self.suspended = False  # while parameters are summoned
         self.more_to_come = False  # another micro-step follows with these parameters
         self.digest = 0  # of all gathers and reductions since the last boundary
         self._units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
+        self.arena = Arena(self._units)
         self._by_index = {unit.spec.index: unit for unit in self._units}
         self._reduce_unit = reduce
         self._before_root = before_root
@@ -140,6 +148,8 @@ class Schedule:
         site.depth += 1
         site.forwards.append(None)
         self._gather(site.units)
+        if not self.plans.is_final and site.units:
+            self.rows = max(self.rows, _num_rows((args, kwargs)))
         if site.cast_to is not None:
             args, kwargs = _cast((args, kwargs), site.cast_to)
         if torch.is_grad_enabled():
@@ -170,13 +180,13 @@ class Schedule:
     def _begin_forward(self) -> None:
         self._notice_failed_backward()
         if not self._in_backward:
-            self._plans.begin()
+            self.arena.finish(self.plans.begin())
             self._drop_stale()
             self._before_root()
 
     def _drop_stale(self) -> None:
         """Release units that were sent for and not needed after all (an evaluation has no backward)."""
-        first = self._plans.first()
+        first = {index for batch in self.plans.first() for index in batch}
         for unit in self._units:
             if unit.is_arriving and unit.spec.index not in first:
                 unit.release()
@@ -192,7 +202,9 @@ class Schedule:
 
     def _watch_inputs(self, site: ScheduledSite, inputs: Any) -> _Forward:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        call = _Call(values=site.values())
+        places = tuple(unit.memory.at_home for unit in site.units)
+        call = _Call(values=site.values(), num_planned=self.arena.num_planned, at_home=places)
+        self._open_calls.setdefault(site.name, WeakSet()).add(call)
         for tensor in watched.values():
             if tensor.is_leaf:
                 self._watch_leaf(site, call, tensor)
@@ -258,11 +270,20 @@ class Schedule:
                 "changed by an optimizer step or an edit since; run backward before the step, or "
                 "forward again"
             )
+        if call.num_planned != self.arena.num_planned and site.needed_in_backward:
+            raise MicsError(
+                f"backward through {site.name or 'the model'!r}: expected a forward of since the units "
+                "were given their places in memory (after the first optimizer steps, and when the order of "
+                "modules changes), found an older one; run forward again"
+            )
         if call.live_in != self._num_backwards:
             call.live_in = self._num_backwards
             site.num_live += 1
+            self._open_calls[site.name].discard(call)
         site.reached = True
-        self._gather(site.units)
+        if site.needed_in_backward:
+            self._return_to_places(site, call)
+            self._gather(site.units)
 
     def _leave(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
         """The gradient of an input of ``call`` is complete: its backward is over."""
@@ -284,7 +305,7 @@ class Schedule:
         """Reduce and release whatever backward has not been seen to leave."""
         for site in reversed(self.sites):
             for unit in site.units:
-                if unit.has_full_grads() and not (unit.gathered or site.reached):
+                if unit.gradients.on_full() and not (unit.gathered or site.reached):
                     raise MicsError(
                         f"unit {unit.spec.name!r} got gradients although none reached an output of "
                         "its module, "
@@ -301,8 +322,27 @@ class Schedule:
 
     def start_next_forward(self) -> None:
         """Send for the units that a forward like the last one needs first."""
-        for index in self._plans.first():
-            self._by_index[index].start_gather()
+        self._send_for(self.plans.first())
+
+    def forward_order(self, units: Sequence[Unit]) -> list[Unit]:
+        """``units`` in the order in which the last forward needed them."""
+        order = {index: position for position, index in reversed(list(enumerate(self.plans.latest())))}
+        return sorted(units, key=lambda unit: order.get(unit.spec.index, len(order)))
+
+    def settle_homes(self) -> None:
+        """Give units their homes once an order has settled, and again when another has.
+
+        Called after an optimizer step, and put off while a backward is still to come: tensors that it saved
+        are at the old addresses.
+        """
+        wanted = self.plans.is_final and self.plans.prefetch.units > 0
+        if not wanted or self._in_backward or self._depth or any(self._open_calls.values()):
+            return
+        self.arena.finish(self.plans.begin())
+        if self.arena.wants_planning():
+            for unit in self._units:
+                unit.release()
+            self.arena.give_homes()
 
     def _notice_failed_backward(self) -> None:
         if self._in_backward and (self._ender is None or self._ender() is None):
@@ -311,39 +351,83 @@ class Schedule:
     def _abandon_backward(self) -> None:
         """The last backward failed half-way: forget what it left."""
         self._in_backward = False
-        self._plans.forget_current()
+        self.plans.forget_current()
         for site in self.sites:
             site.num_live, site.reached = 0, False
         for unit in self._units:
-            unit.drop_full_grads()
+            unit.gradients.drop_full()
             unit.release()
 
     # -- units --------------------------------------------------------------------------------------
 
     def _gather(self, units: Iterator[Unit] | Sequence[Unit] | Any) -> None:
         for unit in units:
-            if not unit.gathered:
-                self._note(unit, 0)
-                upcoming = self._plans.advance(unit.spec.index)
-                unit.gather()
-                # After the unit itself: it is needed now, they are not.
-                for index in upcoming:
-                    self._by_index[index].start_gather()
+            if unit.gathered:
+                continue
+            self._note(unit, 0)
+            upcoming = self.plans.advance(unit.spec.index)
+            if not self._in_backward:
+                self._choose_place(unit)
+            if unit.memory.at_home and not unit.make_room():
+                raise MicsError(
+                    f"{unit.spec.label} is needed while another unit is in its place: the order "
+                    "in which modules are used has changed since places were planned. This step's gradients "
+                    "are lost; it will not happen again in this order"
+                )
+            unit.gather()
+            self.arena.note(unit, needed=True)
+            # After the unit itself: it is needed now, they are not.
+            self._send_for(upcoming)
+
+    def _choose_place(self, unit: Unit) -> None:
+        """At home while an order is followed that homes were planned for, unless somebody is there."""
+        if not unit.memory.has_home:
+            return
+        at_home = self.arena.covers(self.plans.current) and unit.make_room()
+        # A backward that is still to come finds its tensors where they were.
+        if at_home != unit.memory.at_home and not any(
+            self._open_calls.get(site.name) for site in self._sites_of[unit.spec.index]
+        ):
+            unit.live(at_home=at_home)
+
+    def _return_to_places(self, site: ScheduledSite, call: _Call) -> None:
+        """Have the units of ``call`` where they were in its forward."""
+        for unit, at_home in zip(site.units, call.at_home, strict=True):
+            if unit.memory.at_home != at_home and unit.gathered:
+                raise MicsError(
+                    f"backward through {site.name or 'the model'!r}: expected {unit.spec.label} where its "
+                    "forward had it, found it elsewhere for another forward; run backward after each forward "
+                    "while the order in which modules are used still changes"
+                )
+            unit.live(at_home=at_home)
+
+    def _send_for(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            send_for([self._by_index[index] for index in batch])
 
     def _release(self, units: Any) -> None:
         for unit in units:
-            if not self._in_use(unit):
-                unit.release()
+            if self._in_use(unit) or not unit.gathered:
+                continue
+            if not self._in_backward and self.plans.comes_next(unit.spec.index):
+                unit.keep()  # the last unit of a forward is the first of the backward
+            else:
+                self._let_go(unit)
 
     def _finish(self, units: Sequence[Unit]) -> None:
         """Backward is through with these units, unless another of their sites is still in it."""
         for unit in units:
             if self._in_use(unit):
                 continue
-            if unit.has_full_grads():
+            if unit.gradients.on_full():
                 self._note(unit, 1)
                 self._reduce_unit(unit)
-            unit.release()
+            self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        if unit.gathered:
+            self.arena.note(unit, needed=False)
+        unit.release()
 
     def _in_use(self, unit: Unit) -> bool:
         return any(site.depth or site.num_live for site in self._sites_of[unit.spec.index])
@@ -381,6 +465,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 pending.extend(vars(item).values())
             elif is_dataclass(item):  # with slots
                 pending.extend(getattr(item, f.name) for f in fields(item))
+
+
+def _num_rows(inputs: Any) -> int:
+    """The rows that a module's matrices are multiplied with: tokens, usually."""
+    tensors = [tensor for tensor in tensors_in(inputs) if tensor.dim() > 0]
+    return max((t.numel() // max(1, t.shape[-1] if t.is_floating_point() else 1) for t in tensors), default=0)
 
 
 def _may_hold_tensors(value: Any) -> bool:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from mics.assign import Site, assign_sites
+from mics.clusters import assumed_cluster, find_cluster
 from mics.comm import World
+from mics.comm.emulated import emulated_cluster
 from mics.engine import is_sharded
 from mics.errors import MicsError, SettingsError
+from mics.plans import Prefetch
 from mics.precision import Precision
-from mics.topology import check_partition_groups, check_partition_size
+from mics.topology import Cluster, check_partition_groups, check_partition_size
 from mics.unit import ParameterTable
 
 if TYPE_CHECKING:
@@ -24,19 +29,19 @@ if TYPE_CHECKING:
 
 OptimizerSharding = Literal["world", "partition"]
 
-_AUTO_PREFETCH: Final = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the user asked for, checked, before anything is touched."""
 
     partition_groups: tuple[tuple[int, ...], ...]
-    hierarchical: bool
+    hierarchical: Literal["auto"] | bool
     optimizer_sharding: OptimizerSharding
     precision: Precision
-    prefetch: int
-    """Units to gather ahead; 0: nothing runs beside the computation."""
+    prefetch: Prefetch | None
+    """How far ahead units are gathered; None: as far as the cost model says."""
+    cluster: Cluster
+    """What the cost model takes the cluster to be."""
     device: torch.device
     sites: list[Site]
     buffers: list[tuple[str, Tensor]]
@@ -52,7 +57,8 @@ def check_settings(
     hierarchical: Literal["auto"] | bool,
     optimizer_sharding: OptimizerSharding,
     precision: Precision,
-    prefetch: Literal["auto"] | int,
+    prefetch: Literal["auto"] | int | Prefetch,
+    nodes: Sequence[str],
 ) -> Settings:
     if not isinstance(model, nn.Module):
         raise SettingsError(f"mics.shard: expected an nn.Module, found {type(model).__name__}")
@@ -81,18 +87,44 @@ def check_settings(
         )
     if not isinstance(precision, Precision):
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
-    if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0):
-        raise SettingsError(f'prefetch: expected "auto" or a number of units from 0, found {prefetch!r}')
+    device = _device_of(model, world)
     return Settings(
         partition_groups=_partition_groups(world, partition_size, mesh),
-        hierarchical=hierarchical is not False,
+        hierarchical=hierarchical,
         optimizer_sharding=optimizer_sharding,
         precision=precision,
-        prefetch=_AUTO_PREFETCH if prefetch == "auto" else prefetch,
-        device=_device_of(model, world),
+        prefetch=_prefetch(prefetch),
+        cluster=_cluster(device, nodes),
+        device=device,
         buffers=list(model.named_buffers()),
         sites=assign_sites(model, [units] if isinstance(units, type) else units),
     )
+
+
+def _prefetch(prefetch: Any) -> Prefetch | None:
+    if prefetch == "auto":
+        return None
+    if isinstance(prefetch, Prefetch):
+        return prefetch
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise SettingsError(
+            f'prefetch: expected "auto", a number of units from 0 or a mics.Prefetch, found {prefetch!r}'
+        )
+    return Prefetch(units=prefetch)
+
+
+def _cluster(device: torch.device, nodes: Sequence[str]) -> Cluster:
+    """The emulated cluster, the one that MICS_CLUSTER names, or what the device suggests."""
+    emulated = emulated_cluster()
+    if emulated is not None:
+        return emulated
+    counts = Counter(nodes)
+    num_nodes, ranks_per_node = len(counts), max(counts.values())
+    named = os.environ.get("MICS_CLUSTER")
+    if named:
+        return replace(find_cluster(named), num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return assumed_cluster(name, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
 
 
 def _partition_groups(
@@ -177,7 +209,8 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "hierarchical": settings.hierarchical,
         "optimizer_sharding": settings.optimizer_sharding,
         "precision": str(settings.precision),
-        "prefetch": settings.prefetch,
+        "prefetch": str(settings.prefetch or "auto"),
+        "cluster (MICS_CLUSTER)": str(settings.cluster),
         "device type": settings.device.type,
         "torch version": torch.__version__.split("+")[0],
         "number of parameters and buffers": len(described),

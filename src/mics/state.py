@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from mics.engine import Engine, engine_of
 from mics.errors import SettingsError
-from mics.unit import GradState, Unit
+from mics.unit import Unit
+from mics.unit_gradients import GradState
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
@@ -69,9 +70,9 @@ def full_gradients(
     keep = engine.world.rank == 0 or not rank0_only
     grads: dict[str, Tensor | None] = {}
     for unit in engine.boundary.trainable:
-        unit.forget_cleared()
-        present = unit.grad_state is GradState.REDUCED
-        flat = unit.full_of_masters(unit.step_gradient()) if present else None
+        unit.gradients.drop_cleared()
+        present = unit.gradients.state is GradState.REDUCED
+        flat = unit.full_of_masters(unit.gradients.step_gradient()) if present else None
         values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
         for index, (ref, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
             if keep:
@@ -152,7 +153,7 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
         index = next(i for i, ref in enumerate(unit.spec.refs) if (module, attribute) in ref.places)
         slot, shard = unit.spec.layout.slots[index], unit.shards[index]
         if tuple(value.shape) == slot.shape:
-            span = unit.share.master_span(unit.spec.layout, trainable=unit.spec.trainable)
+            span = unit.share.master_span(unit.spec)
             overlap = slot.overlap(span)
             part = value.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
             state_dict[prefix + attribute] = part.view(shard.shape)
@@ -191,7 +192,7 @@ def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | N
             whole.copy_(state_dict[name])
         engine.mesh.world.broadcast(whole, f"state {name!r}")
         if unit is not None and slot is not None:
-            span = unit.share.master_span(unit.spec.layout, trainable=unit.spec.trainable)
+            span = unit.share.master_span(unit.spec)
             overlap = slot.overlap(span)
             flat = whole.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
             whole = flat.clone().view(target.shape)

@@ -39,7 +39,7 @@ class Cluster:
     """Equal nodes: ranks talk over ``intra`` inside one, and share one ``inter`` uplink to the others.
 
     ``intra`` is what each rank has for itself, ``inter`` what all ranks of a node have together. Ranks are
-    numbered node by node.
+    numbered node by node. ``flops`` is what a rank computes a second, in matrices of a usual size.
     """
 
     num_nodes: int
@@ -47,12 +47,16 @@ class Cluster:
     intra: Link
     inter: Link
     name: str = "cluster"
+    flops: float = 0.0  # 0: not known
 
     def __post_init__(self) -> None:
         for field in ("num_nodes", "ranks_per_node"):
             count = getattr(self, field)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise SettingsError(f"{field}: expected a positive integer, found {count!r}")
+
+        if not self.flops >= 0:
+            raise SettingsError(f"flops: expected a number from 0, found {self.flops!r}")
 
     @property
     def world_size(self) -> int:
@@ -127,6 +131,23 @@ class Topology:
         blocks = _blocks_by_node(sorted(self.partition_groups[replica]), self.node_of)
         node, local = next((n, block.index(rank)) for n, block in enumerate(blocks) if rank in block)
         return Stages(intra=tuple(blocks[node]), inter=tuple(block[local] for block in blocks))
+
+
+def why_not_two_stage(topology: Topology) -> str | None:
+    """What keeps a partition group over several nodes from being gathered in two stages; None: nothing."""
+    for group, two_stage in zip(topology.partition_groups, topology.two_stage, strict=True):
+        counts = [len(block) for block in _blocks_by_node(group, topology.node_of)]
+        if two_stage or len(counts) == 1 or counts == [1] * len(counts):
+            continue
+        if len(set(counts)) > 1:
+            return f"the partition group of ranks {_short(group)} has {counts} ranks on its nodes"
+        return f"the ranks {_short(group)} of a partition group are not numbered node by node"
+    return None
+
+
+def _short(ranks: Sequence[int]) -> str:
+    listed = sorted(ranks)
+    return str(listed) if len(listed) <= 8 else f"[{listed[0]}, ..., {listed[-1]}]"
 
 
 def plan_topology(

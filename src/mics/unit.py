@@ -1,4 +1,4 @@
-"""One unit: its shard, its gathered parameters, and hop 1 of its gradients.
+"""One unit: its shard and its gathered parameters.
 
 Tensors of a unit of ``numel`` elements (padding included) on one rank, with p chunks and R pieces::
 
@@ -6,13 +6,12 @@ Tensors of a unit of ``numel`` elements (padding included) on one rank, with p c
     master       [numel/p/R]        master format    what the optimizer updates ([numel/p] if it is not
                                                      sharded over replicas); the very memory of
                                                      ``param_shard`` where the formats agree
-    grad_shard   [numel/p]          float32          hop 1 adds every micro-step to it
-    flat         [numel]            param format     the gathered parameters; no memory while released
+    gradients    [numel/p]          float32          hop 1 adds every micro-step to it
+    flat         [numel]            param format     the gathered parameters; in the arena, at its home
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,21 +23,11 @@ from torch import Tensor
 
 from mics.comm.lanes import DONE, Ticket
 from mics.comm.world import MeshCollectives
+from mics.contiguous import Contiguous
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
-from mics.layout import Slot
-from mics.reduce_buffer import ReduceBuffer, ReduceViews
+from mics.gathered import GatheredMemory
+from mics.unit_gradients import UnitGradients
 from mics.unit_spec import Share, UnitSpec
-
-
-class GradState(enum.Enum):
-    """What ``grad_shard`` holds. EMPTY -> PARTIAL (hop 1) -> REDUCED (hop 2) -> EMPTY (zero_grad).
-
-    More backwards after hop 2 lead from REDUCED back to PARTIAL.
-    """
-
-    EMPTY = enum.auto()
-    PARTIAL = enum.auto()
-    REDUCED = enum.auto()
 
 
 class ParameterTable(dict[str, nn.Parameter | None]):
@@ -59,24 +48,36 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         return super().__getitem__(name)
 
 
+class UnitMemory:
+    """The memory of all units of a model on one rank: a buffer for each purpose."""
+
+    def __init__(self, specs: Sequence[UnitSpec], share: Share, device: torch.device) -> None:
+        self.device = device
+        params, masters, gradients = Contiguous(device), Contiguous(device), Contiguous(device)
+        self.param_parts = {
+            spec.index: params.reserve(spec.param_dtype, spec.layout.chunk_numel) for spec in specs
+        }
+        self.master_parts = {
+            spec.index: masters.reserve(spec.master_dtype, share.master_numel(spec))
+            for spec in specs
+            if spec.has_masters
+        }
+        self.gradient_parts = {
+            spec.index: gradients.reserve(spec.grad_dtype, spec.layout.chunk_numel)
+            for spec in specs
+            if spec.trainable
+        }
+
+
 class Unit:
     """The parameters that are gathered and released together."""
 
-    def __init__(
-        self,
-        spec: UnitSpec,
-        share: Share,
-        *,
-        mesh: MeshCollectives,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: UnitSpec, share: Share, *, mesh: MeshCollectives, memory: UnitMemory) -> None:
         self.spec = spec
         self.share = share
-        self.label = f"unit {spec.name!r}"
-        self.device = device
+        self.device = memory.device
         self.gathered = False
-        self.grad_state = GradState.EMPTY
-        self.used = [False] * len(spec.refs)  # parameters that got a gradient on this rank since zero_grad
+        self._neighbours: list[Unit] = []  # whose homes overlap this one's
         self.on_access: Callable[[Unit], None] = lambda unit: None  # set by the schedule
         self._mesh = mesh
         self._versions = 0
@@ -85,28 +86,27 @@ class Unit:
         self._arriving: Ticket | None = None  # a gather that is under way, for ``flat``
         self._gather_read: Ticket = DONE  # the last gather, for ``param_shard``
         self._refreshed: Ticket = DONE  # for ``param_shard``
-        self._reduced: Ticket = DONE  # for ``grad_shard``
-        layout = spec.layout
 
-        self.param_shard = torch.zeros(layout.chunk_numel, dtype=spec.param_dtype, device=device)
-        self._own_params = self._own_of(self.param_shard)  # what ``master`` is the master of
+        self.param_shard = memory.param_parts[spec.index].tensor()
+        self._own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
         # The same memory with a version counter of its own: what lanes write to it is nobody's edit.
         self._incoming = self.param_shard.data
-        self.master = self._make_master()
+        self.master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
         self.shards = [
             nn.Parameter(view, requires_grad=spec.trainable) for view in self.views_of(self.master)
         ]
-        self.grad_shard: Tensor | None = None  # made by the first backward
-        self.grads: list[Tensor] = []  # view of grad_shard for each entry of ``shards``
-        self._own_grads: Tensor | None = None  # the part of grad_shard that ``master`` covers
-
-        # With one rank a group the shard is the whole unit: nothing to gather, nothing to allocate.
         alone = mesh.gather.size == 1
-        self.flat = self.param_shard if alone else torch.empty_like(self.param_shard).new_empty(layout.numel)
-        self.full = [self._view_of_flat(slot) for slot in layout.slots]
-        self._flat_storage = None if alone else self.flat.untyped_storage()
-        self._flat_nbytes = self.flat.untyped_storage().nbytes()
-        self._release_memory()
+        self.memory = GatheredMemory(self.param_shard, spec.layout, alone=alone)
+        self.full = [nn.Parameter(view, requires_grad=spec.trainable) for view in self.memory.views()]
+        self.memory.release()
+        self.gradients = UnitGradients(
+            spec,
+            share,
+            mesh=mesh,
+            full=self.full,
+            shards=self.shards,
+            memory=memory.gradient_parts.get(spec.index),
+        )
         self._entries = self._install()
         self._writes_are_lost = not (alone and self.master is self.param_shard and mesh.replication.size == 1)
         self._rnns = {id(m): m for ref in spec.refs for m, _ in ref.places if isinstance(m, nn.RNNBase)}
@@ -124,24 +124,14 @@ class Unit:
     # -- parameters ---------------------------------------------------------------------------------
 
     @property
+    def flat(self) -> Tensor:
+        """The gathered parameters: [numel]."""
+        return self.memory.flat
+
+    @property
     def is_arriving(self) -> bool:
         """Whether it has been sent for and not been used yet."""
         return self._arriving is not None
-
-    def start_gather(self) -> None:
-        """Send for the full parameters, ahead of their use."""
-        if self.gathered or self._arriving is not None:
-            return
-        if self.masters_changed():
-            self.refresh()
-        if self._flat_storage is None:
-            self._arriving = self._refreshed
-            return
-        self._flat_storage.resize_(self._flat_nbytes)
-        self._arriving = self._mesh.gather.all_gather(
-            self.flat, self.param_shard, self.label, after=(self._refreshed,)
-        )
-        self._gather_read = self._arriving
 
     def gather(self) -> None:
         """Make the full parameters what the modules hold."""
@@ -149,8 +139,8 @@ class Unit:
             return
         if self._arriving is not None and self.masters_changed():
             self.release()  # what is on its way is out of date
-        self.start_gather()
-        assert self._arriving is not None
+        send_for([self])
+        assert self._arriving is not None, "its home is taken"
         self._arriving.wait()
         self._arriving = None
         self._check_held()
@@ -165,13 +155,51 @@ class Unit:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-            self._release_memory()
+            self.memory.release()
         if not self.gathered:
             return
+        self.keep()
+        self._arriving = None
+        self.memory.release()
+
+    def keep(self) -> None:
+        """Let modules hold shards again, and stay in memory: it is needed again at once."""
         self.gathered = False
-        self._check_unwritten()
-        self._release_memory()
         self.expose(self.shards)
+        self._arriving = DONE
+        self._check_unwritten()
+
+    # -- places -------------------------------------------------------------------------------------
+
+    def live(self, *, at_home: bool) -> None:
+        """Be gathered at home, or in memory of its own, from now on."""
+        if at_home != self.memory.at_home:
+            self.release()
+            self.memory.at_home = at_home
+            self._follow_memory()
+
+    def make_room(self) -> bool:
+        """Have the home to itself, but for units that are in use; whether that is so."""
+        for unit in self._neighbours:
+            if unit.is_arriving and unit.memory.at_home:
+                unit.release()  # it was sent for too early
+        return self.memory.home_is_free
+
+    def move_out(self) -> None:
+        """Have no home, for now. Nobody may hold a graph of a forward of before."""
+        self.release()
+        self._neighbours = []
+        self.memory.move_out()
+        self._follow_memory()
+
+    def move_in(self, home: Tensor, neighbours: Sequence[Unit]) -> None:
+        """Be gathered at ``home`` from now on, which overlaps the homes of ``neighbours``."""
+        self.release()
+        self._neighbours = list(neighbours)
+        self.memory.move_in(home, [unit.memory for unit in neighbours])
+        self._follow_memory()
+
+    # -- values -------------------------------------------------------------------------------------
 
     def expose(self, params: Sequence[nn.Parameter]) -> None:
         """Let the modules that hold this unit's parameters hold ``params``."""
@@ -183,16 +211,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Carry the masters into ``param_shard``, of all replicas' pieces."""
-        if self.spec.trainable:
-            self._settle_params()
-            if self._own_params is not self.master:
-                self._own_params.copy_(self.master)
-            if self.share.masters_over_replicas:
-                self._refreshed = self._mesh.replication.all_gather(
-                    self._incoming, self._own_params, self.label
-                )
-        self._versions = self.num_edits()
-        self.num_refreshes += 1
+        refresh_together([self])
 
     def num_edits(self) -> int:
         """A number that grows with every write to the masters."""
@@ -211,7 +230,7 @@ class Unit:
         On a GPU alone: a thread's job keeps its tensors, and might wait for ranks that are gone.
         """
         if self.device.type == "cuda":
-            for ticket in (self._arriving, self._gather_read, self._refreshed, self._reduced):
+            for ticket in (self._arriving, self._gather_read, self._refreshed, self.gradients.ticket):
                 with suppress(Exception):  # the interpreter may be on its way out
                     if ticket is not None:
                         ticket.wait()
@@ -221,7 +240,7 @@ class Unit:
         home = self.master.untyped_storage().data_ptr()
         if any(shard.untyped_storage().data_ptr() != home for shard in self.shards):
             raise MicsError(
-                f"{self.label}: expected its parameters where mics.shard() put them, found them "
+                f"{self.spec.label}: expected its parameters where mics.shard() put them, found them "
                 "replaced, so this step "
                 "would change nothing; do not call model.to(), .half() or .float() after mics.shard()"
             )
@@ -232,7 +251,7 @@ class Unit:
         chunk = self.share.chunk_span(self.spec.layout)
         self.param_shard.copy_(flat[chunk.start : chunk.stop])
         if self.spec.trainable:
-            span = self.share.master_span(self.spec.layout, trainable=True)
+            span = self.share.master_span(self.spec)
             self.master.copy_(flat[span.start : span.stop])
         self._versions = self.num_edits()
         self.num_refreshes += 1
@@ -243,125 +262,16 @@ class Unit:
         chunk = masters
         if self.spec.trainable and self.share.masters_over_replicas:
             chunk = masters.new_empty(layout.chunk_numel)
-            self._mesh.replication.all_gather(chunk, masters, self.label).wait()
+            self._mesh.replication.all_gather(chunk, masters, self.spec.label).wait()
         flat = masters.new_empty(layout.numel)
-        self._mesh.gather.all_gather(flat, chunk, self.label).wait()
+        self._mesh.gather.all_gather(flat, chunk, self.spec.label).wait()
         return flat
 
     def views_of(self, masters: Tensor) -> list[Tensor]:
         """Each parameter's part of a tensor laid out as ``self.master``, shaped like ``shards``."""
-        return [self._slot_view(masters, slot) for slot in self.spec.layout.slots]
-
-    # -- gradients ----------------------------------------------------------------------------------
-
-    def has_full_grads(self) -> bool:
-        """Whether backward left gradients on the full parameters."""
-        return any(param.grad is not None for param in self.full)
-
-    def drop_full_grads(self) -> None:
-        """Forget gradients that will not be reduced (a backward that failed)."""
-        for param in self.full:
-            param.grad = None
-
-    def reduce(self, buffer: ReduceBuffer, scale: float) -> None:
-        """Hop 1: add ``scale`` times the partition group's sum of gradients to ``grad_shard``."""
-        views = self._lay_out(buffer)
-        grad_shard = self._grad_shard()
-        self._drop_cleared()
-        total = views.full if self._mesh.reduce.size == 1 else views.shard
-        add = partial(self._add, grad_shard, total, scale, self.grad_state)
-        self._reduced = self._mesh.reduce.reduce_scatter(
-            total, views.full, self.label, after=(self._reduced,), then=add
-        )
-        buffer.emptied = self._reduced
-        self.grad_state = GradState.PARTIAL
-        for index, param in enumerate(self.full):
-            self.used[index] |= param.grad is not None
-            param.grad = None
-
-    def reduce_over_replicas(self) -> None:
-        """Hop 2: the part of ``grad_shard`` that the optimizer uses becomes the sum over the world."""
-        self._drop_cleared()
-        if self.grad_state is not GradState.PARTIAL:
-            return
-        assert self.grad_shard is not None
-        replicas, before = self._mesh.replication, (self._reduced,)
-        if replicas.size == 1:
-            pass  # hop 1 was all there is
-        elif self.share.masters_over_replicas:
-            self._reduced = replicas.reduce_scatter(
-                self.step_gradient(), self.grad_shard, self.label, after=before
-            )
-        else:
-            self._reduced = replicas.all_reduce(self.grad_shard, self.label, after=before)
-        self.grad_state = GradState.REDUCED
-
-    def settle_grads(self) -> None:
-        """Wait for the lanes: from here on the caller may use ``grad_shard``."""
-        self._reduced.wait()
-        self._reduced = DONE
-
-    def make_reduced(self) -> None:
-        """Bring the gradients to the state after hop 2, zero if there were none."""
-        if self.grad_state is GradState.PARTIAL:
-            self.reduce_over_replicas()
-        self.settle_grads()
-        if self.grad_state is GradState.EMPTY:
-            self._grad_shard().zero_()
-            self.grad_state = GradState.REDUCED
-
-    def check_unhooked(self, index: int) -> None:
-        """Raise if the user hooked a parameter: autograd never sees shards, so the hook would not run."""
-        shard = self.shards[index]
-        hooks = shard._backward_hooks  # one of them is ours
-        if shard._post_accumulate_grad_hooks or (hooks is not None and len(hooks) > 1):
-            raise MicsError(
-                f"{self.spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
-                "found one, which "
-                "would never run; change gradients between backward and optimizer.step() instead"
-            )
-
-    def step_gradient(self) -> Tensor:
-        """The part of ``grad_shard`` that the optimizer uses."""
-        assert self._own_grads is not None
-        return self._own_grads
-
-    def unique_gradient(self) -> Tensor:
-        """The piece of the reduced gradient that no other rank counts: norms add these up."""
-        assert self.grad_state is GradState.REDUCED and self.grad_shard is not None
-        return self._piece_of(self.grad_shard)
-
-    def forget_cleared(self) -> None:
-        """Notice what zero_grad(set_to_none=True) did since the last backward."""
-        if self.grad_state is not GradState.EMPTY:
-            self._drop_cleared()
+        return self.share.views_of(self.spec, masters)
 
     # -- inside -------------------------------------------------------------------------------------
-
-    def _lay_out(self, buffer: ReduceBuffer) -> ReduceViews:
-        """Copy the full gradients to their places in the buffer."""
-        views = buffer.views_for(self.spec.index, self.spec.layout)
-        buffer.emptied.wait()
-        pairs = [(view, param.grad) for view, param in zip(views.params, self.full, strict=True)]
-        present = [(view, grad) for view, grad in pairs if grad is not None]
-        # Another unit's gradients are still in the buffer: what this one does not write must become zero.
-        blank = views.gaps + [view for view, grad in pairs if grad is None]
-        if blank:
-            torch._foreach_zero_(blank)
-        torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-        return views
-
-    def _add(self, grad_shard: Tensor, total: Tensor, scale: float, state: GradState) -> None:
-        """Add this micro-step's sum to what earlier ones left. On the lane of the reduction."""
-        if state is GradState.EMPTY:
-            if total.dtype is grad_shard.dtype:
-                torch.mul(total, scale, out=grad_shard)
-            else:
-                grad_shard.copy_(total).mul_(scale)
-        else:
-            if state is GradState.REDUCED:
-                self._keep_one_copy(grad_shard)
-            grad_shard.add_(total, alpha=scale)
 
     def _settle_params(self) -> None:
         """Wait for the lanes: from here on the caller may write to ``param_shard``."""
@@ -371,42 +281,10 @@ class Unit:
         self._refreshed.wait()
         self._gather_read = self._refreshed = DONE
 
-    def _grad_shard(self) -> Tensor:
-        if self.grad_shard is None:
-            self.grad_shard = torch.zeros(
-                self.spec.layout.chunk_numel, dtype=self.spec.grad_dtype, device=self.device
-            )
-            self._own_grads = self._own_of(self.grad_shard)
-            self.grads = self.views_of(self._own_grads)
-        return self.grad_shard
-
-    def _drop_cleared(self) -> None:
-        """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew."""
-        cleared = [index for index, shard in enumerate(self.shards) if shard.grad is None]
-        if len(cleared) == len(self.shards):
-            self.grad_state = GradState.EMPTY
-            self.used = [False] * len(self.used)
-        elif cleared:
-            assert self.grad_shard is not None
-            self.settle_grads()
-            span = self.share.chunk_span(self.spec.layout)
-            for index in cleared:
-                overlap = self.spec.layout.slots[index].overlap(span)
-                self.grad_shard[overlap.start - span.start : overlap.stop - span.start].zero_()
-                self.used[index] = False
-
-    def _keep_one_copy(self, grad_shard: Tensor) -> None:
-        """Before adding to a reduced gradient: leave it on one replica only, so that hop 2 counts it once."""
-        if self._mesh.replication.size == 1:
-            return
-        keep = self._piece_of(grad_shard).clone()
-        grad_shard.zero_()
-        self._piece_of(grad_shard).copy_(keep)
-
     def _follow_requires_grad(self, shard: nn.Parameter, full: nn.Parameter) -> None:
         if shard.requires_grad and not self.spec.trainable:
             raise SettingsError(
-                f"{self.label}: expected its parameters to stay frozen, found requires_grad=True; "
+                f"{self.spec.label}: expected its parameters to stay frozen, found requires_grad=True; "
                 "they were frozen when "
                 "mics.shard() ran, so there are no masters for them. Set requires_grad before sharding"
             )
@@ -437,38 +315,18 @@ class Unit:
                 "writeback=True)"
             )
 
-    def _release_memory(self) -> None:
-        if self._flat_storage is not None:
-            self._flat_storage.resize_(0)
+    def _wants_gather(self) -> bool:
+        """Whether it can be sent for: it is not here, and there is a place for it."""
+        if self.gathered or self._arriving is not None:
+            return False
+        if self.masters_changed():
+            self.refresh()
+        return self.memory.is_free
 
-    def _make_master(self) -> Tensor:
-        spec = self.spec
-        if not spec.trainable or spec.master_dtype is spec.param_dtype:
-            return self._own_params
-        return torch.zeros_like(self._own_params, dtype=spec.master_dtype)
-
-    def _own_of(self, chunk: Tensor) -> Tensor:
-        """The part of a [chunk_numel] tensor that ``master`` covers."""
-        if self.spec.trainable and self.share.masters_over_replicas:
-            return self._piece_of(chunk)
-        return chunk
-
-    def _piece_of(self, chunk: Tensor) -> Tensor:
-        numel = self.spec.layout.piece_numel
-        return chunk[self.share.piece * numel : (self.share.piece + 1) * numel]
-
-    def _slot_view(self, own: Tensor, slot: Slot) -> Tensor:
-        """One parameter's part of a tensor laid out as ``master``: [n, 1, ...], as many dims as it has."""
-        span = self.share.master_span(self.spec.layout, trainable=self.spec.trainable)
-        overlap = slot.overlap(span)
-        piece = own[overlap.start - span.start : overlap.stop - span.start]
-        return piece.view(-1, *[1] * (len(slot.shape) - 1))
-
-    def _view_of_flat(self, slot: Slot) -> nn.Parameter:
-        # ``.data`` gives the view a version counter of its own: gathering writes through ``flat``, and
-        # must not look to autograd like an edit of what it saved.
-        view = self.flat[slot.start : slot.stop].view(slot.shape).data
-        return nn.Parameter(view, requires_grad=self.spec.trainable)
+    def _follow_memory(self) -> None:
+        """Let the full parameters be views of where the memory is now."""
+        for param, view in zip(self.full, self.memory.views(), strict=True):
+            param.data = view
 
     def _install(self) -> list[tuple[ParameterTable, str, int]]:
         entries = []
@@ -480,6 +338,49 @@ class Unit:
                 table.units[attribute] = self
                 entries.append((table, attribute, index))
         return entries
+
+
+def send_for(units: Sequence[Unit]) -> None:
+    """Gather units ahead of their use, by one collective, as far as there are places for them."""
+    wanted = []
+    for unit in units:
+        if unit._wants_gather():
+            unit.memory.acquire()
+            wanted.append(unit)
+    if not wanted:
+        return
+    if not wanted[0].memory.is_own:  # one rank a group, whose shard is the whole unit
+        for unit in wanted:
+            unit._arriving = unit._refreshed
+        return
+    pairs = [(unit.flat, unit.param_shard) for unit in wanted]
+    refreshed = tuple(unit._refreshed for unit in wanted)
+    ticket = wanted[0]._mesh.gather.gather_together(pairs, label_of(wanted), after=refreshed)
+    for unit in wanted:
+        unit._arriving = unit._gather_read = ticket
+
+
+def refresh_together(units: Sequence[Unit]) -> None:
+    """Carry the masters of several units into their ``param_shard``, by one collective over the replicas."""
+    trainable = [unit for unit in units if unit.spec.trainable]
+    for unit in trainable:
+        unit._settle_params()
+        if unit._own_params is not unit.master:
+            unit._own_params.copy_(unit.master)
+    if trainable and trainable[0].share.masters_over_replicas:
+        pairs = [(unit._incoming, unit._own_params) for unit in trainable]
+        ticket = trainable[0]._mesh.replication.gather_together(pairs, label_of(trainable))
+        for unit in trainable:
+            unit._refreshed = ticket
+    for unit in units:
+        unit._versions = unit.num_edits()
+        unit.num_refreshes += 1
+
+
+def label_of(units: Sequence[Unit]) -> str:
+    """What errors and traces call a collective of several units."""
+    first, last = units[0].spec.label, units[-1].spec.label
+    return first if len(units) == 1 else f"{first} to {last}"
 
 
 def _refuse_gradient(name: str, grad: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mics.assign import ParamRef
 from mics.layout import UnitLayout
@@ -23,6 +24,23 @@ class UnitSpec:
     master_dtype: torch.dtype
     reduce_dtype: torch.dtype
     grad_dtype: torch.dtype
+    replica_dtype: torch.dtype
+    """The format of hop 2 on the wire."""
+
+    @property
+    def label(self) -> str:
+        """What errors and traces call it."""
+        return f"unit {self.name!r}"
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the masters are memory of their own: they are not where the formats agree."""
+        return self.trainable and self.master_dtype is not self.param_dtype
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the whole unit in the format that is gathered."""
+        return self.layout.numel * self.param_dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +57,30 @@ class Share:
     def piece_span(self, layout: UnitLayout) -> range:
         return layout.piece_span(self.chunk, self.piece)
 
-    def master_span(self, layout: UnitLayout, *, trainable: bool) -> range:
+    def master_span(self, spec: UnitSpec) -> range:
         """The flat positions whose values ``model.parameters()`` shows on this rank."""
-        if trainable and self.masters_over_replicas:
-            return self.piece_span(layout)
-        return self.chunk_span(layout)
+        if spec.trainable and self.masters_over_replicas:
+            return self.piece_span(spec.layout)
+        return self.chunk_span(spec.layout)
+
+    def master_numel(self, spec: UnitSpec) -> int:
+        return len(self.master_span(spec))
+
+    def piece_of(self, spec: UnitSpec, chunk: Tensor) -> Tensor:
+        """This rank's piece of its [chunk_numel] tensor."""
+        numel = spec.layout.piece_numel
+        return chunk[self.piece * numel : (self.piece + 1) * numel]
+
+    def own_of(self, spec: UnitSpec, chunk: Tensor) -> Tensor:
+        """The part of a [chunk_numel] tensor that the masters cover."""
+        return self.piece_of(spec, chunk) if spec.trainable and self.masters_over_replicas else chunk
+
+    def views_of(self, spec: UnitSpec, own: Tensor) -> list[Tensor]:
+        """Each parameter's part of a tensor laid out as the masters: [n, 1, ...], as many dims as it has."""
+        span = self.master_span(spec)
+        views = []
+        for slot in spec.layout.slots:
+            overlap = slot.overlap(span)
+            piece = own[overlap.start - span.start : overlap.stop - span.start]
+            views.append(piece.view(-1, *[1] * (len(slot.shape) - 1)))
+        return views

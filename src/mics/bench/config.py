@@ -85,7 +85,7 @@ class BenchConfig:
     """Ranks of a host (namespace, default 2) or in all (ranks, default one a GPU, 2 on a CPU)."""
     rate: str = "500mbit"
     """namespace: speed of each host's uplink, as tc takes it."""
-    warmup: int = 2
+    warmup: int = 3
     """Steps before the clock starts."""
     steps: int = 3
     """Timed steps of each run."""
@@ -121,7 +121,7 @@ class EmulateConfig:
     partition_size: int = 8
     """Ranks of a partition group."""
     training: Annotated[Training, tyro.conf.arg(name="")] = field(default_factory=Training)
-    warmup: int = 2
+    warmup: int = 3
     """Steps before the clock starts."""
     steps: int = 3
     """Timed steps."""

@@ -9,12 +9,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from mics.comm.emulated.group import EmulatedGroup
 from mics.comm.liveness import Liveness
-from mics.comm.protocol import Job
+from mics.comm.protocol import Job, Pairs
 from mics.comm.traffic import TrafficCounter
 from mics.errors import CollectiveError
+
+# Not among torch's public names, unlike the options of the other collectives.
+_GatherOptions: Any = distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
 
 # torch 2.13 renamed the single-tensor forms and warns about the old names, which are all that 2.11 has.
 _all_gather = cast(
@@ -48,7 +52,7 @@ class GroupCollectives:
         self._size = 1 if group is None else dist.get_world_size(group)
         self._position = 0 if group is None else dist.get_rank(group)
         self._over_gloo = not isinstance(group, EmulatedGroup)  # as far as CPU tensors go
-        self._staging: Tensor | None = None  # uint8 [largest buffer exchanged], gloo only
+        self._staging: dict[str, Tensor] = {}  # uint8 [largest buffer exchanged], by use
 
     @property
     def size(self) -> int:
@@ -60,8 +64,8 @@ class GroupCollectives:
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes kept for incoming chunks (gloo only)."""
-        return 0 if self._staging is None else self._staging.numel()
+        """Bytes kept for chunks on their way (over gloo, and where the wire's format is narrower)."""
+        return sum(staging.numel() for staging in self._staging.values())
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
         if self._size == 1:
@@ -104,11 +108,71 @@ class GroupCollectives:
         data = _bytes(tensor) if self._is_gloo(tensor) else tensor
         self._call("broadcast", label, dist.broadcast, data, group_src=0)
 
-    def gather_stages(self, out: Tensor, shard: Tensor, label: str) -> Sequence[tuple[str, Job]]:
-        return (("", partial(self.all_gather, out, shard, label)),)
+    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Job]]:
+        return (("", partial(self.gather_together, pairs, label)),)
 
-    def reduce_stages(self, out: Tensor, buffer: Tensor, label: str) -> Sequence[tuple[str, Job]]:
-        return (("", partial(self.reduce_scatter, out, buffer, label)),)
+    def reduce_stages(
+        self, pairs: Pairs, label: str, wire: torch.dtype | None = None
+    ) -> Sequence[tuple[str, Job]]:
+        return (("", partial(self.reduce_together, pairs, label, wire)),)
+
+    def all_reduce_stages(
+        self, tensors: Sequence[Tensor], label: str, wire: torch.dtype | None = None
+    ) -> Sequence[tuple[str, Job]]:
+        return (("", partial(self.all_reduce_together, tensors, label, wire)),)
+
+    def gather_together(self, pairs: Pairs, label: str) -> None:
+        """``all_gather`` of all pairs (out, shard): one message where the backend can do that."""
+        if not self._coalesces(pairs):
+            for out, shard in pairs:
+                self.all_gather(out, shard, label)
+            return
+        self._count("all_gather", sum((self._size - 1) * _nbytes(shard) for _, shard in pairs))
+        outs, shards = [out for out, _ in pairs], [shard for _, shard in pairs]
+        self._call("all-gather", label, _coalesced_gather, outs, shards)
+
+    def reduce_together(self, pairs: Pairs, label: str, wire: torch.dtype | None = None) -> None:
+        """``reduce_scatter`` of all pairs (out, buffer) likewise; ``wire``: the format on the way."""
+        if self._size > 1 and wire is not None and wire.itemsize < pairs[0][1].dtype.itemsize:
+            for out, buffer in pairs:
+                self._narrow_reduce_scatter(out, buffer, label, wire)
+        elif not self._coalesces(pairs):
+            for out, buffer in pairs:
+                self.reduce_scatter(out, buffer, label)
+        else:
+            self._count("reduce_scatter", sum((self._size - 1) * _nbytes(out) for out, _ in pairs))
+            outs, buffers = [out for out, _ in pairs], [buffer for _, buffer in pairs]
+            self._call("reduce-scatter", label, _coalesced_reduce, outs, buffers)
+
+    def all_reduce_together(
+        self, tensors: Sequence[Tensor], label: str, wire: torch.dtype | None = None
+    ) -> None:
+        """``all_reduce`` of each tensor; the result is rounded to ``wire`` on every member alike."""
+        for tensor in tensors:
+            if wire is None or wire.itemsize >= tensor.dtype.itemsize or tensor.numel() % self._size:
+                self.all_reduce(tensor, label)
+            elif self._size > 1:
+                own = tensor.view(self._size, -1)[self._position]
+                self._narrow_reduce_scatter(own, tensor, label, wire)
+                rounded = self._staged("sent", tensor, wire)
+                rounded.view(self._size, -1)[self._position].copy_(own)
+                self.all_gather(rounded, rounded.view(self._size, -1)[self._position], label)
+                tensor.copy_(rounded)
+
+    def _coalesces(self, pairs: Pairs) -> bool:
+        same_format = len({shard.dtype for _, shard in pairs}) == 1
+        return len(pairs) > 1 and self._size > 1 and same_format and not self._is_gloo(pairs[0][0])
+
+    def _narrow_reduce_scatter(self, out: Tensor, buffer: Tensor, label: str, wire: torch.dtype) -> None:
+        """Send every member its chunk in ``wire``, and add up what comes in the buffer's own format.
+
+        A backend's own reduce-scatter would add in the narrow format, and round at every member it passes.
+        """
+        sent, received = (self._staged(use, buffer, wire) for use in ("sent", "received"))
+        sent.copy_(buffer)
+        self._count("reduce_scatter", (self._size - 1) * _nbytes(sent) // self._size)
+        self._call("reduce-scatter", label, dist.all_to_all_single, *self._on_wire(received, sent))
+        _add_up(out, received.view(self._size, -1))
 
     def _gather_bytes(self, out: Tensor, shard: Tensor, label: str) -> None:
         """Gather over gloo. As bytes: it does not know every format, and moving data needs none."""
@@ -118,28 +182,29 @@ class GroupCollectives:
             return
         # In place. gloo would write this rank's own chunk back when it is done, over what an optimizer or a
         # user has written there meanwhile.
-        chunks[self._position] = self._staged(shard)
+        chunks[self._position] = self._staged("received", shard)
         self._call("all-gather", label, dist.all_gather, chunks, shard)
 
     def _ordered_reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
         """Exchange chunks, then add them member by member. ``buffer``: [size * out.numel()]."""
-        staging = self._staged(buffer)
-        self._call("reduce-scatter", label, dist.all_to_all_single, _bytes(staging), _bytes(buffer))
-        first, *others = staging.view(self._size, -1).unbind()
-        # Formats narrower than float32 are added in float32: a sum over many ranks would drown in rounding.
-        total = first if out.dtype.itemsize >= 4 else first.float()
-        for chunk in others:
-            total += chunk
-        out.copy_(total)
+        received = self._staged("received", buffer)
+        self._call("reduce-scatter", label, dist.all_to_all_single, *self._on_wire(received, buffer))
+        _add_up(out, received.view(self._size, -1))
+
+    def _on_wire(self, *tensors: Tensor) -> list[Tensor]:
+        """gloo does not know every format, and moving data needs none."""
+        return [_bytes(tensor) if self._is_gloo(tensor) else tensor for tensor in tensors]
 
     def _is_gloo(self, tensor: Tensor) -> bool:
         return self._over_gloo and tensor.device.type == "cpu"
 
-    def _staged(self, like: Tensor) -> Tensor:
-        nbytes = _nbytes(like)
-        if self._staging is None or self._staging.numel() < nbytes:
-            self._staging = torch.empty(nbytes, dtype=torch.uint8)
-        return self._staging[:nbytes].view(like.dtype)
+    def _staged(self, use: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As many elements as ``like``, kept from call to call."""
+        dtype = dtype or like.dtype
+        nbytes = like.numel() * dtype.itemsize
+        if use not in self._staging or self._staging[use].numel() < nbytes:
+            self._staging[use] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+        return self._staging[use][:nbytes].view(dtype)
 
     def _count(self, kind: str, nbytes: int) -> None:
         self._counter.add(self._axis, kind, nbytes)
@@ -156,6 +221,46 @@ class GroupCollectives:
                 f"{kind} of {label} failed in the {self._axis} group of ranks {members}. {culprits}"
                 f"The backend said: {error}"
             ) from error
+
+
+def _coalesced_gather(outs: list[Tensor], shards: list[Tensor], group: Any) -> None:
+    options = _GatherOptions()
+    options.asyncOp = False
+    _coalesced(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced", outs, shards, options)
+
+
+def _coalesced_reduce(outs: list[Tensor], buffers: list[Tensor], group: Any) -> None:
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = False
+    _coalesced(
+        group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", outs, buffers, options
+    )
+
+
+def _coalesced(group: Any, name: str, old_name: str, *args: Any) -> None:
+    """Several tensors as one collective: torch has that as a method of groups, under two names."""
+    work = (getattr(group, name, None) or getattr(group, old_name))(*args)
+    if work is not None:
+        work.wait()
+
+
+def _add_up(out: Tensor, rows: Tensor) -> None:
+    """``out`` = the sum of ``rows`` in their order, in the wider of both formats.
+
+    Formats narrower than float32 are added in float32: a sum over many ranks would drown in rounding.
+    """
+    wide = out.dtype if out.dtype.itemsize >= 4 else torch.float32
+    if out.device.type != "cpu":  # one kernel; on the CPU the loop is what a single process can repeat
+        if out.dtype is wide:
+            torch.sum(rows, 0, dtype=wide, out=out)
+        else:
+            out.copy_(torch.sum(rows, 0, dtype=wide))
+        return
+    first, *others = rows.unbind()
+    total = first if first.dtype is wide else first.to(wide)
+    for row in others:
+        total += row
+    out.copy_(total)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from mics.comm.protocol import Collectives, Job
+from mics.comm.protocol import Collectives, Job, Pairs
 
 
 class Ticket(Protocol):
@@ -173,17 +173,33 @@ class LanedCollectives:
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, after: Sequence[Ticket] = ()) -> Ticket:
         """``out[c] = shard of member c``."""
-        return self._chain(self._collectives.gather_stages(out, shard, label), after)
+        return self.gather_together([(out, shard)], label, after)
+
+    def gather_together(self, pairs: Pairs, label: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """``all_gather`` of all pairs (out, shard) as one collective."""
+        return self._chain(self._collectives.gather_stages(pairs, label), after)
 
     def reduce_scatter(
         self, out: Tensor, buffer: Tensor, label: str, after: Sequence[Ticket] = (), then: Job | None = None
     ) -> Ticket:
         """``out = sum over members of their buffer[position]``, and ``then`` what is to be done with it."""
-        return self._chain(self._collectives.reduce_stages(out, buffer, label), after, then)
+        return self._chain(self._collectives.reduce_stages([(out, buffer)], label), after, then)
 
-    def all_reduce(self, tensor: Tensor, label: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """Sum over members, in place."""
-        return self._chain([("", lambda: self._collectives.all_reduce(tensor, label))], after)
+    def reduce_together(
+        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), wire: torch.dtype | None = None
+    ) -> Ticket:
+        """``reduce_scatter`` of all pairs (out, buffer) as one collective, in ``wire`` on the way."""
+        return self._chain(self._collectives.reduce_stages(pairs, label, wire), after)
+
+    def all_reduce_together(
+        self,
+        tensors: Sequence[Tensor],
+        label: str,
+        after: Sequence[Ticket] = (),
+        wire: torch.dtype | None = None,
+    ) -> Ticket:
+        """Sum over members, in place, for each tensor."""
+        return self._chain(self._collectives.all_reduce_stages(tensors, label, wire), after)
 
     def _chain(
         self, stages: Sequence[tuple[str, Job]], after: Sequence[Ticket], then: Job | None = None

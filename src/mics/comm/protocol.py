@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Job = Callable[[], None]
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Where results go and where they come from, for several tensors that travel as one collective."""
 
 
 class Collectives(Protocol):
@@ -45,10 +48,24 @@ class Collectives(Protocol):
         """Everybody's ``tensor`` becomes that of the member at position 0."""
         ...
 
-    def gather_stages(self, out: Tensor, shard: Tensor, label: str) -> Sequence[tuple[str, Job]]:
-        """``all_gather`` as its parts, each with the name of the link it uses, to be done in this order."""
+    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Job]]:
+        """``all_gather`` of all pairs (out, shard) as one, in its parts.
+
+        Each part comes with the name of the link it uses; they are to be done in this order.
+        """
         ...
 
-    def reduce_stages(self, out: Tensor, buffer: Tensor, label: str) -> Sequence[tuple[str, Job]]:
-        """``reduce_scatter`` likewise."""
+    def reduce_stages(
+        self, pairs: Pairs, label: str, wire: torch.dtype | None = None
+    ) -> Sequence[tuple[str, Job]]:
+        """``reduce_scatter`` of all pairs (out, buffer) likewise.
+
+        ``wire`` is the format on the way if it is not that of the buffers; sums are made in theirs.
+        """
+        ...
+
+    def all_reduce_stages(
+        self, tensors: Sequence[Tensor], label: str, wire: torch.dtype | None = None
+    ) -> Sequence[tuple[str, Job]]:
+        """``all_reduce`` of each tensor; a narrower ``wire`` rounds the sums, on every member alike."""
         ...

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from mics.comm.protocol import Collectives, Job
+from mics.comm.group import GroupCollectives
+from mics.comm.protocol import Job, Pairs
 from mics.comm.traffic import TrafficCounter
 
 
@@ -22,7 +24,7 @@ class TwoStageCollectives:
     Each chunk crosses the network once per node, (p - k)/p of a unit per rank, instead of once per rank.
     """
 
-    def __init__(self, *, intra: Collectives, inter: Collectives, counter: TrafficCounter) -> None:
+    def __init__(self, *, intra: GroupCollectives, inter: GroupCollectives, counter: TrafficCounter) -> None:
         self._intra = intra
         self._inter = inter
         self._counter = counter
@@ -40,28 +42,50 @@ class TwoStageCollectives:
         return self._intra.staging_nbytes + self._inter.staging_nbytes
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
-        for _, job in self.gather_stages(out, shard, label):
+        for _, job in self.gather_stages([(out, shard)], label):
             job()
 
     def reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
-        for _, job in self.reduce_stages(out, buffer, label):
+        for _, job in self.reduce_stages([(out, buffer)], label):
             job()
 
-    def gather_stages(self, out: Tensor, shard: Tensor, label: str) -> Sequence[tuple[str, Job]]:
-        self._counter.add("partition", "all_gather", (self.size - 1) * _nbytes(shard))
-        block = out.view(self._intra.size, -1)[self._intra.position]
+    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Job]]:
+        self._counter.add(
+            "partition", "all_gather", sum((self.size - 1) * _nbytes(shard) for _, shard in pairs)
+        )
+        blocks = [self._block(out) for out, _ in pairs]
+        inter = [(block, shard) for block, (_, shard) in zip(blocks, pairs, strict=True)]
+        intra = [(out, block) for block, (out, _) in zip(blocks, pairs, strict=True)]
         return (
-            ("inter", partial(self._inter.all_gather, block, shard, label)),
-            ("intra", partial(self._intra.all_gather, out, block, label)),
+            ("inter", partial(self._inter.gather_together, inter, label)),
+            ("intra", partial(self._intra.gather_together, intra, label)),
         )
 
-    def reduce_stages(self, out: Tensor, buffer: Tensor, label: str) -> Sequence[tuple[str, Job]]:
-        self._counter.add("partition", "reduce_scatter", (self.size - 1) * _nbytes(out))
-        block = buffer.view(self._intra.size, -1)[self._intra.position]
-        return (
-            ("intra", partial(self._intra.reduce_scatter, block, buffer, label)),
-            ("inter", partial(self._inter.reduce_scatter, out, block, label)),
+    def reduce_stages(
+        self, pairs: Pairs, label: str, wire: torch.dtype | None = None
+    ) -> Sequence[tuple[str, Job]]:
+        self._counter.add(
+            "partition", "reduce_scatter", sum((self.size - 1) * _nbytes(out) for out, _ in pairs)
         )
+        blocks = [self._block(buffer) for _, buffer in pairs]
+        intra = [(block, buffer) for block, (_, buffer) in zip(blocks, pairs, strict=True)]
+        inter = [(out, block) for block, (out, _) in zip(blocks, pairs, strict=True)]
+        return (
+            ("intra", partial(self._intra.reduce_together, intra, label, wire)),
+            ("inter", partial(self._inter.reduce_together, inter, label, wire)),
+        )
+
+    def all_reduce_stages(
+        self, tensors: Sequence[Tensor], label: str, wire: torch.dtype | None = None
+    ) -> Sequence[tuple[str, Job]]:
+        return (
+            ("intra", partial(self._intra.all_reduce_together, tensors, label, wire)),
+            ("inter", partial(self._inter.all_reduce_together, tensors, label, wire)),
+        )
+
+    def _block(self, whole: Tensor) -> Tensor:
+        """The chunks that the ranks with this local rank own together."""
+        return whole.view(self._intra.size, -1)[self._intra.position]
 
     def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
         self._counter.add("partition", "all_reduce", 2 * (self.size - 1) * _nbytes(tensor) // self.size)

@@ -15,6 +15,6 @@ def build_mics(job: Job) -> Loop:
     mics.shard(
         model,
         partition_size=job.partition_size,
-        precision=mics.Precision(param=job.param, reduce=job.reduce),
+        precision=mics.Precision(param=job.param, reduce=job.reduce, replica_reduce=job.reduce),
     )
     return Loop(job, model, microsteps=mics.microsteps, clip=mics.clip_grad_norm_)

@@ -1,0 +1,88 @@
+"""The arena: one buffer in which gathered units live, each at its home.
+
+Homes are planned for orders that have come twice, so that an order that changes with every step does not move
+everybody every time. A unit is gathered at its home only while such an order is followed: only then is it
+known who else is in memory. Otherwise it has memory of its own, which comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mics.homes import Event, plan_homes
+from mics.plans import Plan
+from mics.unit import Unit
+
+_MAX_ORDERS = 4  # that homes are planned for at the same time
+
+
+@dataclass(eq=False)
+class _Recorded:
+    plan: Plan
+    events: list[Event]
+    times: int = 1
+
+
+class Arena:
+    """Who lives where, and which orders that was planned for."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.num_planned = 0  # times that homes were given
+        self.nbytes = 0
+        self._units = {unit.spec.index: unit for unit in units if unit.memory.is_own}
+        self._events: list[Event] = []  # gathers and releases since the forward began
+        self._recorded: list[_Recorded] = []  # the latest first
+        self._covered: list[Plan] = []
+
+    def note(self, unit: Unit, *, needed: bool) -> None:
+        """A unit is needed, or released."""
+        self._events.append(Event(unit.spec.index, needed=needed))
+
+    def finish(self, plan: Plan | None) -> None:
+        """What happened up to here is what happens when ``plan`` is followed."""
+        events, self._events = self._events, []
+        if plan is None:
+            return
+        for recorded in self._recorded:
+            if recorded.plan.order == plan.order:
+                recorded.plan, recorded.events = plan, events
+                recorded.times += 1
+                return
+        self._recorded = [_Recorded(plan, events), *self._recorded][:_MAX_ORDERS]
+
+    def covers(self, plan: Plan | None) -> bool:
+        """Whether homes were planned for ``plan``."""
+        return any(plan is covered for covered in self._covered)
+
+    def wants_planning(self) -> bool:
+        """Whether an order has settled that homes were not planned for."""
+        return bool(self._units) and any(not self.covers(each.plan) for each in self._settled())
+
+    def give_homes(self) -> None:
+        """Plan homes for all settled orders, allocate the arena, and let units move in."""
+        settled = self._settled()
+        self._covered = [each.plan for each in settled]
+        sizes = {index: unit.memory.nbytes for index, unit in self._units.items()}
+        homes = plan_homes([_own(each, self._units) for each in settled], sizes)
+        device = next(iter(self._units.values())).device
+        for index in homes.offsets:
+            self._units[index].move_out()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # once: what gathered units have used up to here is free from now on
+        arena = torch.empty(homes.nbytes, dtype=torch.uint8, device=device)
+        for index, offset in homes.offsets.items():
+            neighbours = [self._units[other] for other in homes.neighbours(index, sizes)]
+            self._units[index].move_in(arena[offset : offset + sizes[index]], neighbours)
+        self.num_planned += 1
+        self.nbytes = homes.nbytes
+
+    def _settled(self) -> list[_Recorded]:
+        return [each for each in self._recorded if each.times > 1]
+
+
+def _own(recorded: _Recorded, units: dict[int, Unit]) -> tuple[list[Event], list[int]]:
+    """The events of units that are gathered at all, and when each gather is sent for."""
+    return [event for event in recorded.events if event.unit in units], recorded.plan.sent_at()

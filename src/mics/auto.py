@@ -1,0 +1,60 @@
+"""What mics chooses by itself, from the cost model alone. Arithmetic: every rank comes to the same choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from mics.cost import Kind, Span, cost
+from mics.topology import Cluster
+
+_LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
+_MAX_PREFETCH: Final = 3
+
+
+def gather_seconds(cluster: Cluster, span: Span, nbytes: int, *, two_stage: bool) -> float:
+    """Time to gather ``nbytes`` over a partition group, in one ring or in two stages."""
+    if not two_stage:
+        return cost(cluster, Kind.ALL_GATHER, span, nbytes).seconds
+    inter = Span(size=span.num_nodes, num_nodes=span.num_nodes, on_a_node=1)
+    intra = Span(size=span.on_a_node, num_nodes=1, on_a_node=span.on_a_node)
+    return (
+        cost(cluster, Kind.ALL_GATHER, inter, nbytes // span.on_a_node).seconds
+        + cost(cluster, Kind.ALL_GATHER, intra, nbytes).seconds
+    )
+
+
+def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:
+    """Whether a unit is gathered sooner in two stages.
+
+    Near two nodes because fewer bytes cross the network, beyond because fewer hops do. Where the links inside
+    a node are no faster than the network, the second stage may cost more than that.
+    """
+    flat, staged = (gather_seconds(cluster, span, nbytes, two_stage=staged) for staged in (False, True))
+    return staged < flat
+
+
+def batch_nbytes(cluster: Cluster, span: Span) -> int:
+    """The size of a gather at which latency is a small part of its time."""
+    if span.size == 1:
+        return 0
+    many = 1 << 30
+    latency = cost(cluster, Kind.ALL_GATHER, span, 0).seconds
+    seconds_per_byte = (cost(cluster, Kind.ALL_GATHER, span, many).seconds - latency) / many
+    return int(latency / (_LATENCY_SHARE * seconds_per_byte))
+
+
+def prefetch_units(gathers: Sequence[float], computes: Sequence[float]) -> int:
+    """How many units to look ahead, so that every gather fits beside the computation before it.
+
+    Both are seconds, in the order in which units are needed. Where gathers take longer than the computation
+    altogether no depth hides them: one unit ahead keeps the link busy already, and another evens out.
+    """
+    deepest = 1
+    for position in range(1, len(gathers)):
+        hidden, depth = 0.0, 0
+        while hidden < gathers[position] and depth < min(position, _MAX_PREFETCH):
+            depth += 1
+            hidden += computes[position - depth]
+        deepest = max(deepest, depth)
+    return deepest

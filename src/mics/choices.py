@@ -1,0 +1,123 @@
+"""From what the user asked for to what is built: stages, units, how far ahead, what travels together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mics.assign import ParamRef, Site
+from mics.auto import batch_nbytes, gather_seconds, prefetch_units, two_stages_pay
+from mics.buffers import keeps_statistics
+from mics.cost import Span
+from mics.layout import plan_layout
+from mics.plans import Plans, Prefetch
+from mics.settings import Settings
+from mics.topology import Topology, plan_topology, why_not_two_stage
+from mics.unit import Unit
+from mics.unit_spec import UnitSpec
+
+_log = logging.getLogger("mics")
+_said: set[str] = set()
+
+
+def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -> Topology:
+    """Who holds what, gathered in one stage or in two. ``talk``: this rank says what the user should know."""
+    groups, wanted = settings.partition_groups, settings.hierarchical
+    topology = plan_topology(node_of, partition_groups=groups, hierarchical=wanted is not False)
+    reason = why_not_two_stage(topology) if wanted is not False else None
+    if reason is not None and talk and reason not in _said:
+        _said.add(reason)
+        _log.warning(
+            "gathering and reducing in one stage: %s. Partition groups that fill nodes equally move less "
+            "over the network",
+            reason,
+        )
+    if wanted == "auto" and any(topology.two_stage):
+        largest = max(_nbytes(site, settings) for site in settings.sites)
+        if not two_stages_pay(settings.cluster, _span(topology), largest):
+            return plan_topology(node_of, partition_groups=groups, hierarchical=False)
+    return topology
+
+
+class Choices:
+    """What the cost model says about a model's units on this cluster."""
+
+    def __init__(self, settings: Settings, topology: Topology, units: Sequence[Unit]) -> None:
+        self._prefetch = settings.prefetch
+        self._cluster = settings.cluster
+        self._span = _span(topology)
+        self._two_stage = topology.two_stage[0]
+        self._specs = {unit.spec.index: unit.spec for unit in units}
+        replicas = [topology.node_of[rank] for rank in topology.replication_groups()[0]]
+        self.replica_batch_nbytes = batch_nbytes(self._cluster, Span.over(replicas))
+
+    def plans(self) -> Plans:
+        """Where orders will be recorded."""
+        sizes = {index: spec.gathered_nbytes for index, spec in self._specs.items()}
+        # No batch is larger than what the largest unit takes anyway: the memory stays what it would be.
+        limit = min(batch_nbytes(self._cluster, self._span), max(sizes.values(), default=0))
+        # Until the first steps have shown how much there is to compute: one unit ahead.
+        prefetch = self._prefetch or Prefetch(units=1)
+        return Plans(prefetch, sizes=sizes, batch_nbytes=limit, is_final=self._prefetch is not None)
+
+    def prefetch(self, order: Sequence[int], rows: int) -> int:
+        """Units to look ahead along ``order``, each multiplied with ``rows`` rows of activations."""
+        specs = [self._specs[index] for index in order]
+        gathers = [
+            gather_seconds(self._cluster, self._span, spec.gathered_nbytes, two_stage=self._two_stage)
+            for spec in specs
+        ]
+        flops = self._cluster.flops or 1e12
+        return prefetch_units(gathers, [2 * spec.layout.numel * rows / flops for spec in specs])
+
+
+def _span(topology: Topology) -> Span:
+    return Span.over([topology.node_of[rank] for rank in topology.partition_groups[0]])
+
+
+def _nbytes(site: Site, settings: Settings) -> int:
+    dtypes = [settings.precision.param_dtype(ref.param.dtype, settings.device) for ref in site.params]
+    return sum(ref.param.numel() * dtype.itemsize for ref, dtype in zip(site.params, dtypes, strict=True))
+
+
+def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterator[int]) -> list[UnitSpec]:
+    """One unit for each combination of formats and trainability in a site: usually one."""
+    precision, device = settings.precision, settings.device
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ParamRef]] = {}
+    for ref in site.params:
+        dtype = ref.param.dtype
+        # Norms with running statistics compute in their buffers' format, and take activations in any.
+        keeps = any(keeps_statistics(module) for module, _ in ref.places)
+        param_dtype = dtype if keeps else precision.param_dtype(dtype, device)
+        key = (param_dtype, precision.master_dtype(dtype), ref.param.requires_grad)
+        groups.setdefault(key, []).append(ref)
+    specs = []
+    for (param_dtype, master_dtype, trainable), refs in groups.items():
+        reduce_dtype = precision.reduce_dtype(param_dtype)
+        layout = plan_layout(
+            [(ref.name, tuple(ref.param.shape)) for ref in refs],
+            itemsize=min(param_dtype.itemsize, reduce_dtype.itemsize),
+            num_chunks=topology.partition_size,
+            num_pieces=topology.num_replicas,
+        )
+        grad_dtype = master_dtype if trainable else param_dtype
+        name = site.name or type(site.module).__name__
+        if len(groups) > 1:
+            name += f"[{'trainable' if trainable else 'frozen'} {str(param_dtype).removeprefix('torch.')}]"
+        specs.append(
+            UnitSpec(
+                index=next(index),
+                name=name,
+                refs=tuple(refs),
+                layout=layout,
+                trainable=trainable,
+                param_dtype=param_dtype,
+                master_dtype=master_dtype if trainable else param_dtype,
+                reduce_dtype=reduce_dtype,
+                grad_dtype=grad_dtype,
+                replica_dtype=precision.replica_dtype(grad_dtype),
+            )
+        )
+    return specs

@@ -1,0 +1,94 @@
+"""Homes: fixed places for gathered units in one buffer. Arithmetic alone.
+
+From recorded micro-steps it is known which units are gathered, or on their way, at the same time. Those get
+places that do not overlap; others may share one. Because a unit's address never changes, tensors that
+autograd saved in the forward point at the right values when the unit is gathered again for the backward, and
+a steady step allocates nothing for parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
+
+
+@dataclass(frozen=True)
+class Event:
+    """A unit is needed (and from then on gathered), or released."""
+
+    unit: int
+    needed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """Where each unit lives, in bytes from the arena's start."""
+
+    offsets: Mapping[int, int]
+    nbytes: int
+
+    def neighbours(self, unit: int, sizes: Mapping[int, int]) -> list[int]:
+        """The units whose places overlap this one's."""
+        start, end = self.offsets[unit], self.offsets[unit] + sizes[unit]
+        return [
+            other
+            for other, offset in self.offsets.items()
+            if other != unit and offset < end and start < offset + sizes[other]
+        ]
+
+
+def plan_homes(recorded: Sequence[tuple[Sequence[Event], Sequence[int]]], sizes: Mapping[int, int]) -> Homes:
+    """Give every unit its place. ``sizes`` are in bytes.
+
+    A recorded micro-step is its events and, for each gather among them, the number of the gather at which it
+    is sent for (-1: before the first).
+    """
+    by_step = [_lifetimes(events, sent_at) for events, sent_at in recorded]
+    units = {unit for lifetimes in by_step for unit in lifetimes}
+    placed: dict[int, int] = {}
+    # Large units first: small ones then fill what is left between them.
+    for unit in sorted(units, key=lambda found: (-sizes[found], found)):
+        taken = sorted(
+            (placed[other], placed[other] + sizes[other])
+            for other in placed
+            if any(_meet(lifetimes.get(unit, ()), lifetimes.get(other, ())) for lifetimes in by_step)
+        )
+        placed[unit] = _first_gap(taken, sizes[unit])
+    end = max((offset + sizes[unit] for unit, offset in placed.items()), default=0)
+    return Homes(offsets=placed, nbytes=_aligned(end))
+
+
+def _lifetimes(events: Sequence[Event], sent_at: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    """When each unit is in memory, in positions of ``events``: from when it is sent for until its release."""
+    needed_at = [position for position, event in enumerate(events) if event.needed]
+    found: dict[int, list[tuple[int, int]]] = {}
+    released: dict[int, int] = {}  # the next release of each unit, looking back from the end
+    ends = [0] * len(events)
+    for position in reversed(range(len(events))):
+        event = events[position]
+        if not event.needed:
+            released[event.unit] = position
+        ends[position] = released.get(event.unit, len(events))
+    for position, sent in zip(needed_at, sent_at, strict=True):
+        start = needed_at[sent] if sent >= 0 else -1
+        found.setdefault(events[position].unit, []).append((start, ends[position]))
+    return found
+
+
+def _meet(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
+    return any(a_start < b_end and b_start < a_end for a_start, a_end in first for b_start, b_end in second)
+
+
+def _first_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
+    offset = 0
+    for start, end in taken:
+        if offset + nbytes <= start:
+            break
+        offset = max(offset, _aligned(end))
+    return offset
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,78 @@
+"""Homes: units that are in memory together never share a place, and little is wasted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mics.homes import ALIGNMENT, Event, plan_homes
+from mics.plans import Prefetch, make_plan
+
+
+def _chain(num_blocks: int) -> list[Event]:
+    """Forward and backward of a chain; in the backward the next block is needed before one is released."""
+    events = []
+    for block in range(num_blocks):
+        events += [Event(block, needed=True), Event(block, needed=False)]
+    previous = None
+    for block in reversed(range(num_blocks)):
+        events.append(Event(block, needed=True))
+        if previous is not None:
+            events.append(Event(previous, needed=False))
+        previous = block
+    return [*events, Event(0, needed=False)]
+
+
+def _recorded(events: list[Event], sizes: dict[int, int], prefetch: int) -> tuple[list[Event], list[int]]:
+    order = [event.unit for event in events if event.needed]
+    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=prefetch), batch_nbytes=0)
+    return events, plan.sent_at()
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_a_chain_needs_as_many_homes_as_units_are_alive(prefetch: int) -> None:
+    """Two in the backward, and those ahead."""
+    sizes = dict.fromkeys(range(12), 1024)
+    homes = plan_homes([_recorded(_chain(12), sizes, prefetch)], sizes)
+    assert homes.nbytes == (prefetch + 2) * 1024
+
+
+def test_small_units_fit_between_large_ones() -> None:
+    """An embedding ten times a block: the arena is its size and a few blocks, not several embeddings."""
+    sizes = {0: 10240, **dict.fromkeys(range(1, 9), 1024)}
+    homes = plan_homes([_recorded(_chain(9), sizes, 2)], sizes)
+    assert homes.nbytes <= 10240 + 3 * 1024
+
+
+@given(data=st.data(), prefetch=st.integers(1, 3))
+def test_units_alive_together_never_overlap(data: st.DataObject, prefetch: int) -> None:
+    """Whatever the order: replay it, and look at who is in memory."""
+    num_units = data.draw(st.integers(1, 6))
+    sizes = {unit: data.draw(st.integers(1, 5000)) for unit in range(num_units)}
+    recorded = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        events: list[Event] = []
+        alive: list[int] = []
+        for _ in range(data.draw(st.integers(1, 20))):
+            if alive and data.draw(st.booleans()):
+                events.append(Event(alive.pop(data.draw(st.integers(0, len(alive) - 1))), needed=False))
+            elif len(alive) < num_units:
+                unit = data.draw(st.sampled_from([unit for unit in range(num_units) if unit not in alive]))
+                alive.append(unit)
+                events.append(Event(unit, needed=True))
+        recorded.append(events)
+    homes = plan_homes([_recorded(events, sizes, prefetch) for events in recorded], sizes)
+    assert all(offset % ALIGNMENT == 0 for offset in homes.offsets.values())
+    for events in recorded:
+        needed = [event.unit for event in events if event.needed]
+        held: set[int] = set(needed[:prefetch])
+        seen = 0
+        for event in events:
+            if event.needed:
+                seen += 1
+                held |= {event.unit, *needed[seen : seen + prefetch]}
+                for unit in held:
+                    assert not held & set(homes.neighbours(unit, sizes)), (held, homes.offsets)
+            elif event.unit not in needed[seen : seen + prefetch]:
+                held.discard(event.unit)
