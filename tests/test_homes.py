@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.homes import ALIGNMENT, Event, plan_homes
+from mics.homes import ALIGNMENT, Event, Recorded, plan_homes
 from mics.plans import Prefetch, make_plan
 
 
@@ -24,10 +24,10 @@ def _chain(num_blocks: int) -> list[Event]:
     return [*events, Event(0, needed=False)]
 
 
-def _recorded(events: list[Event], sizes: dict[int, int], prefetch: int) -> tuple[list[Event], list[int]]:
+def _recorded(events: list[Event], sizes: dict[int, int], prefetch: int) -> Recorded:
     order = [event.unit for event in events if event.needed]
-    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=prefetch), batch_nbytes=0)
-    return events, plan.sent_at()
+    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=prefetch))
+    return Recorded(events=events, sent_at=plan.sent_at(), first=plan.first_units)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
@@ -66,7 +66,7 @@ def test_units_alive_together_never_overlap(data: st.DataObject, prefetch: int) 
     assert all(offset % ALIGNMENT == 0 for offset in homes.offsets.values())
     for events in recorded:
         needed = [event.unit for event in events if event.needed]
-        held: set[int] = set(needed[:prefetch])
+        held: set[int] = set(needed[: prefetch + 1])
         seen = 0
         for event in events:
             if event.needed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.plans import Plans, Prefetch, make_plan
+from mics.plans import Batching, Plans, Prefetch, make_plan
 
 TRAIN = (0, 1, 2, 3, 3, 2, 1, 0)
 EVAL = (0, 1, 2, 3)
@@ -28,7 +28,7 @@ def test_the_second_time_everything_is_known() -> None:
     plans = _plans(2)
     assert _run(plans, TRAIN) == [()] * len(TRAIN)
     assert _run(plans, TRAIN) == _right(TRAIN, 2)
-    assert tuple(plans.first()) == ((0,), (1,))
+    assert tuple(plans.first()) == ((0,), (1,), (2,))
 
 
 def test_several_plans_take_over_from_each_other() -> None:
@@ -75,18 +75,21 @@ def test_two_ranks_with_the_same_calls_predict_the_same(orders: list[tuple[int, 
 def test_small_neighbours_travel_together() -> None:
     """A norm and two biases between two matrices: one collective, and no unit twice in it."""
     sizes = {0: 1000, 1: 10, 2: 20, 3: 30, 4: 1000}
-    plan = make_plan((0, 1, 2, 3, 4), sizes=sizes, prefetch=Prefetch(units=1), batch_nbytes=100)
-    assert plan.first == ((0,),)
+    plan = make_plan((0, 1, 2, 3, 4), sizes=sizes, prefetch=Prefetch(units=1), batching=Batching(nbytes=100))
+    assert plan.first == ((0,), (1, 2, 3))
     assert plan.ahead == (((1, 2, 3),), ((2, 3), (4,)), ((3,), (4,)), ((4,),), ())
-    assert plan.sent_at() == [-1, 0, 0, 0, 1]
-    turning = make_plan((1, 2, 2, 1), sizes=sizes, prefetch=Prefetch(units=1), batch_nbytes=100)
+    assert plan.sent_at() == [-1, -1, -1, -1, 1]
+    alone = Batching(nbytes=100, tiny_nbytes=30)
+    plan = make_plan((0, 1, 2, 3, 4), sizes=sizes, prefetch=Prefetch(units=1), batching=alone)
+    assert plan.first == ((0, 1, 2, 3), (4,)), "tiny units go with any other"
+    turning = make_plan((1, 2, 2, 1), sizes=sizes, prefetch=Prefetch(units=1), batching=Batching(nbytes=100))
     assert turning.ahead[0] == ((2,), (2, 1))
 
 
 def test_bytes_limit_what_is_on_its_way() -> None:
     """Two units fit, the third does not; a unit that is too large is never sent for ahead."""
     sizes = {0: 10, 1: 40, 2: 50, 3: 60, 4: 500}
-    plan = make_plan((0, 1, 2, 3, 4), sizes=sizes, prefetch=Prefetch(units=3, nbytes=100), batch_nbytes=0)
+    plan = make_plan((0, 1, 2, 3, 4), sizes=sizes, prefetch=Prefetch(units=3, nbytes=100))
     assert plan.first == ((0,), (1,), (2,))
     assert plan.ahead == (((1,), (2,)), ((2,),), ((3,),), (), ())
 
@@ -107,7 +110,9 @@ def test_the_depth_may_change_once_it_is_known() -> None:
 def test_every_unit_is_sent_for_before_it_is_needed(order: list[int], depth: int, limit: int) -> None:
     """And what is sent for at a position comes after it in the order."""
     sizes = {unit: 10 + 60 * unit for unit in range(6)}
-    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=depth), batch_nbytes=limit)
+    plan = make_plan(
+        order, sizes=sizes, prefetch=Prefetch(units=depth), batching=Batching(nbytes=limit, tiny_nbytes=-1)
+    )
     for position, sent in enumerate(plan.sent_at()):
         assert (
             sent < max(position, 0) or (position == 0 and sent == -1) or order[position] in order[:position]

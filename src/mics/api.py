@@ -166,7 +166,8 @@ def _build(model: nn.Module, world: World, settings: Settings, node_names: list[
         mesh=mesh,
         world_size=world.size,
         device=settings.device,
-        num_reduce_buffers=2 if overlap else 1,
+        # One for each stage: while one unit crosses the network, the next is added up inside the node.
+        num_reduce_buffers=2 if overlap and any(topology.two_stage) else 1,
         replica_batch_nbytes=choices.replica_batch_nbytes if overlap else 0,
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )
@@ -177,7 +178,13 @@ def _build(model: nn.Module, world: World, settings: Settings, node_names: list[
             boundary.allocate()
         synchronize_buffers()
 
-    schedule = Schedule(scheduled, reduce=boundary.reduce, before_root=before_forward, plans=choices.plans())
+    schedule = Schedule(
+        scheduled,
+        reduce=boundary.reduce,
+        before_root=before_forward,
+        on_gather=boundary.tick,
+        plans=choices.plans(),
+    )
     boundary.follow(schedule)
     register_params(boundary)
     for module in model.modules():

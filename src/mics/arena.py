@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mics.homes import Event, plan_homes
+from mics.homes import Event, Recorded, plan_homes
 from mics.plans import Plan
 from mics.unit import Unit
 
@@ -20,10 +20,15 @@ _MAX_ORDERS = 4  # that homes are planned for at the same time
 
 
 @dataclass(eq=False)
-class _Recorded:
+class _Order:
+    """One that has come ``times`` times, and what happened in it."""
+
     plan: Plan
     events: list[Event]
     times: int = 1
+
+    def recorded(self) -> Recorded:
+        return Recorded(events=self.events, sent_at=self.plan.sent_at(), first=self.plan.first_units)
 
 
 class Arena:
@@ -34,7 +39,7 @@ class Arena:
         self.nbytes = 0
         self._units = {unit.spec.index: unit for unit in units if unit.memory.is_own}
         self._events: list[Event] = []  # gathers and releases since the forward began
-        self._recorded: list[_Recorded] = []  # the latest first
+        self._orders: list[_Order] = []  # the latest first
         self._covered: list[Plan] = []
 
     def note(self, unit: Unit, *, needed: bool) -> None:
@@ -46,12 +51,12 @@ class Arena:
         events, self._events = self._events, []
         if plan is None:
             return
-        for recorded in self._recorded:
-            if recorded.plan.order == plan.order:
-                recorded.plan, recorded.events = plan, events
-                recorded.times += 1
+        for order in self._orders:
+            if order.plan.order == plan.order:
+                order.plan, order.events = plan, events
+                order.times += 1
                 return
-        self._recorded = [_Recorded(plan, events), *self._recorded][:_MAX_ORDERS]
+        self._orders = [_Order(plan, events), *self._orders][:_MAX_ORDERS]
 
     def covers(self, plan: Plan | None) -> bool:
         """Whether homes were planned for ``plan``."""
@@ -66,7 +71,7 @@ class Arena:
         settled = self._settled()
         self._covered = [each.plan for each in settled]
         sizes = {index: unit.memory.nbytes for index, unit in self._units.items()}
-        homes = plan_homes([_own(each, self._units) for each in settled], sizes)
+        homes = plan_homes([each.recorded() for each in settled], sizes)
         device = next(iter(self._units.values())).device
         for index in homes.offsets:
             self._units[index].move_out()
@@ -79,10 +84,5 @@ class Arena:
         self.num_planned += 1
         self.nbytes = homes.nbytes
 
-    def _settled(self) -> list[_Recorded]:
-        return [each for each in self._recorded if each.times > 1]
-
-
-def _own(recorded: _Recorded, units: dict[int, Unit]) -> tuple[list[Event], list[int]]:
-    """The events of units that are gathered at all, and when each gather is sent for."""
-    return [event for event in recorded.events if event.unit in units], recorded.plan.sent_at()
+    def _settled(self) -> list[_Order]:
+        return [each for each in self._orders if each.times > 1]

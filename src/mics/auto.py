@@ -34,26 +34,31 @@ def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:
     return staged < flat
 
 
-def batch_nbytes(cluster: Cluster, span: Span) -> int:
-    """The size of a gather at which latency is a small part of its time."""
+def latency_nbytes(cluster: Cluster, span: Span) -> int:
+    """The size of a gather whose bytes take as long as its latency."""
     if span.size == 1:
         return 0
     many = 1 << 30
     latency = cost(cluster, Kind.ALL_GATHER, span, 0).seconds
     seconds_per_byte = (cost(cluster, Kind.ALL_GATHER, span, many).seconds - latency) / many
-    return int(latency / (_LATENCY_SHARE * seconds_per_byte))
+    return int(latency / seconds_per_byte)
+
+
+def batch_nbytes(cluster: Cluster, span: Span) -> int:
+    """The size of a gather at which latency is a small part of its time."""
+    return int(latency_nbytes(cluster, span) / _LATENCY_SHARE)
 
 
 def prefetch_units(gathers: Sequence[float], computes: Sequence[float]) -> int:
-    """How many units to look ahead, so that every gather fits beside the computation before it.
+    """How far to look ahead, so that every gather fits beside the computation before it.
 
-    Both are seconds, in the order in which units are needed. Where gathers take longer than the computation
-    altogether no depth hides them: one unit ahead keeps the link busy already, and another evens out.
+    Both are seconds, in the order in which they are needed. A gather counts twice: gradients cross the same
+    links. Where gathers take longer than the computation altogether no depth hides them.
     """
     deepest = 1
     for position in range(1, len(gathers)):
         hidden, depth = 0.0, 0
-        while hidden < gathers[position] and depth < min(position, _MAX_PREFETCH):
+        while hidden < 2 * gathers[position] and depth < min(position, _MAX_PREFETCH):
             depth += 1
             hidden += computes[position - depth]
         deepest = max(deepest, depth)

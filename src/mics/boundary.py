@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mics.comm.lanes import DONE
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError
 from mics.gradients import GradientOwner, ShardGrad
@@ -18,7 +19,10 @@ from mics.plans import Prefetch
 from mics.reduce_buffer import ReduceBuffer
 from mics.schedule import Schedule
 from mics.unit import Unit, refresh_together
-from mics.unit_gradients import GradState, reduce_over_replicas
+from mics.unit_gradients import GradState, InUse, reduce_over_replicas
+
+_NUM_UNITS_TO_READ = 2  # gathers after which a lane has surely read what it was given before
+_TINY_SHARE = 16  # units of less than this part of the largest have reduce buffers of their own
 
 
 class Boundary:
@@ -41,8 +45,9 @@ class Boundary:
         self._mesh = mesh
         self._device = device
         self._scale = 1.0 / world_size  # gradients are averaged over ranks, as under DDP
-        self._buffers: dict[torch.dtype, list[ReduceBuffer]] = {}
+        self._buffers: dict[tuple[torch.dtype, bool], list[ReduceBuffer]] = {}  # by format and tininess
         self._num_buffers = num_reduce_buffers
+        self._largest_numel = max((unit.spec.layout.numel for unit in self.trainable), default=0)
         self._owner = GradientOwner(synchronize=self.synchronize, agree_found_inf=self._agree_found_inf)
         self._guards: dict[int, list[ShardGrad]] = {}  # by unit index
         self._agreement = Agreement(self.trainable, mesh=mesh, device=device, choose_prefetch=choose_prefetch)
@@ -51,6 +56,7 @@ class Boundary:
         # Hop 2 and the spreading of new values take units together up to this many bytes.
         self._batch_nbytes = replica_batch_nbytes
         self._waiting: list[Unit] = []  # for hop 2
+        self._in_use: InUse | None = None  # full gradients that are being laid out
         self._sending = False  # something has been sent since the last boundary
         self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
 
@@ -59,17 +65,34 @@ class Boundary:
     def reduce(self, unit: Unit) -> None:
         """Hop 1 of a unit whose backward is over, and hop 2 if this micro-step is the last."""
         self._adopt_assigned(unit)
-        unit.gradients.reduce(self._buffer(unit), self._scale)
+        self._let_go()
+        in_use = unit.gradients.reduce(self._buffer(unit), self._scale)
+        if in_use.read is not DONE:
+            self._in_use = in_use
         self._show(unit)
         self._fresh_grads = True
         if self.announced:
             self._wait_for_company(unit)
 
+    def tick(self) -> None:
+        """A unit is gathered. Full gradients that were reduced some units ago have been read by now."""
+        if self._in_use is not None:
+            self._in_use.age += 1
+            if self._in_use.age > _NUM_UNITS_TO_READ:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        if self._in_use is not None:
+            self._in_use.let_go()
+            self._in_use = None
+
     def _wait_for_company(self, unit: Unit) -> None:
         """Hop 2 of units that have enough bytes together for one collective; the first goes alone."""
         if unit not in self._waiting:
             self._waiting.append(unit)
-        if not self._sending or _nbytes_of(self._waiting) >= self._batch_nbytes:
+        # What is added up here after an exchange has one hop of latency: no need to wait for company.
+        narrow = unit.spec.replica_dtype is not unit.spec.grad_dtype
+        if narrow or not self._sending or _nbytes_of(self._waiting) >= self._batch_nbytes:
             self._sending = True
             reduce_over_replicas([unit.gradients for unit in self._waiting], self._mesh.replication)
             self._waiting = []
@@ -82,6 +105,7 @@ class Boundary:
         left = [unit for unit in self.trainable if unit.gradients.state is GradState.PARTIAL]
         for batch in batches_of(left, self._batch_nbytes):
             reduce_over_replicas([unit.gradients for unit in batch], self._mesh.replication)
+        self._let_go()
         for unit in self.trainable:
             unit.gradients.settle()
         if self._fresh_grads:
@@ -96,8 +120,8 @@ class Boundary:
         """Have the memory of all gradients before training fills the device's memory with other things."""
         for unit in self.trainable:
             unit.gradients.allocate()
-        for dtype in {unit.spec.reduce_dtype for unit in self.trainable}:
-            self._buffers_of(dtype)
+        for unit in self.trainable:
+            self._buffers_of(unit)
 
     def any_rank_used(self, unit: Unit, index: int) -> bool:
         """Whether a parameter got a gradient anywhere in the world, once synchronized."""
@@ -173,23 +197,28 @@ class Boundary:
 
     def _buffer(self, unit: Unit) -> ReduceBuffer:
         # In turn: while one is being reduced, the next unit's gradients go to the other.
-        buffers = self._buffers_of(unit.spec.reduce_dtype)
+        buffers = self._buffers_of(unit)
         buffers.append(buffers.pop(0))
         return buffers[0]
 
-    def _buffers_of(self, dtype: torch.dtype) -> list[ReduceBuffer]:
-        if dtype not in self._buffers:
-            layouts = [u.spec.layout for u in self.trainable if u.spec.reduce_dtype is dtype]
-            self._buffers[dtype] = [
+    def _buffers_of(self, unit: Unit) -> list[ReduceBuffer]:
+        key = unit.spec.reduce_dtype, self._is_tiny(unit)
+        if key not in self._buffers:
+            alike = [u for u in self.trainable if (u.spec.reduce_dtype, self._is_tiny(u)) == key]
+            self._buffers[key] = [
                 ReduceBuffer(
-                    numel=max(layout.numel for layout in layouts),
-                    shard_numel=max(layout.chunk_numel for layout in layouts),
-                    dtype=dtype,
+                    numel=max(u.spec.layout.numel for u in alike),
+                    shard_numel=max(u.spec.layout.chunk_numel for u in alike),
+                    dtype=unit.spec.reduce_dtype,
                     device=self._device,
                 )
                 for _ in range(self._num_buffers)
             ]
-        return self._buffers[dtype]
+        return self._buffers[key]
+
+    def _is_tiny(self, unit: Unit) -> bool:
+        """A norm between two matrices must not keep the next of them out of the buffer."""
+        return unit.spec.layout.numel * _TINY_SHARE < self._largest_numel
 
     def _agree_found_inf(self, found_inf: Tensor) -> None:
         self._mesh.world.all_reduce(found_inf, "the gradient scaler's overflow flag", maximum=True)

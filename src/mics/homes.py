@@ -8,7 +8,7 @@ a steady step allocates nothing for parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
@@ -20,6 +20,17 @@ class Event:
 
     unit: int
     needed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A micro-step as it was seen."""
+
+    events: Sequence[Event]
+    sent_at: Sequence[int]
+    """For each gather the number of the gather at which it is sent for; -1: before the first."""
+    first: Collection[int]
+    """Units that the next micro-step needs first: sent for, or kept, while this one's last is at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +50,9 @@ class Homes:
         ]
 
 
-def plan_homes(recorded: Sequence[tuple[Sequence[Event], Sequence[int]]], sizes: Mapping[int, int]) -> Homes:
-    """Give every unit its place. ``sizes`` are in bytes.
-
-    A recorded micro-step is its events and, for each gather among them, the number of the gather at which it
-    is sent for (-1: before the first).
-    """
-    by_step = [_lifetimes(events, sent_at) for events, sent_at in recorded]
+def plan_homes(recorded: Sequence[Recorded], sizes: Mapping[int, int]) -> Homes:
+    """Give every unit its place. ``sizes`` are in bytes."""
+    by_step = [_lifetimes(each) for each in recorded]
     units = {unit for lifetimes in by_step for unit in lifetimes}
     placed: dict[int, int] = {}
     # Large units first: small ones then fill what is left between them.
@@ -60,8 +67,9 @@ def plan_homes(recorded: Sequence[tuple[Sequence[Event], Sequence[int]]], sizes:
     return Homes(offsets=placed, nbytes=_aligned(end))
 
 
-def _lifetimes(events: Sequence[Event], sent_at: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """When each unit is in memory, in positions of ``events``: from when it is sent for until its release."""
+def _lifetimes(recorded: Recorded) -> dict[int, list[tuple[int, int]]]:
+    """When each unit is in memory, in positions of the events: from when it is sent for until its release."""
+    events, sent_at = recorded.events, recorded.sent_at
     needed_at = [position for position, event in enumerate(events) if event.needed]
     found: dict[int, list[tuple[int, int]]] = {}
     released: dict[int, int] = {}  # the next release of each unit, looking back from the end
@@ -74,6 +82,8 @@ def _lifetimes(events: Sequence[Event], sent_at: Sequence[int]) -> dict[int, lis
     for position, sent in zip(needed_at, sent_at, strict=True):
         start = needed_at[sent] if sent >= 0 else -1
         found.setdefault(events[position].unit, []).append((start, ends[position]))
+    for unit in recorded.first:
+        found.setdefault(unit, []).append((needed_at[-1], len(events)))
     return found
 
 

@@ -46,6 +46,25 @@ class Prefetch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Batching:
+    """Which neighbours in an order are gathered by one collective.
+
+    Units that together have at most ``nbytes``, and units of at most ``tiny_nbytes`` with any.
+    """
+
+    nbytes: int = 0
+    tiny_nbytes: int = 0
+
+    def takes(self, batch_nbytes: int, unit_nbytes: int) -> bool:
+        """Whether a unit goes with a batch that has ``batch_nbytes`` up to now."""
+        is_tiny = min(batch_nbytes, unit_nbytes) <= self.tiny_nbytes
+        return is_tiny or batch_nbytes + unit_nbytes <= self.nbytes
+
+
+NO_BATCHING = Batching(tiny_nbytes=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One recorded order, and what to send for at each of its positions."""
 
@@ -54,6 +73,10 @@ class Plan:
     """To be sent for before the forward begins."""
     ahead: tuple[tuple[Batch, ...], ...]
     """By position: what to have on its way once the unit there is needed."""
+
+    @property
+    def first_units(self) -> frozenset[int]:
+        return frozenset(unit for batch in self.first for unit in batch)
 
     def sent_at(self) -> list[int]:
         """For each position the one at which its unit is sent for; -1: before the first."""
@@ -71,10 +94,14 @@ _NO_PLAN = Plan(order=(), first=(), ahead=())
 
 
 def make_plan(
-    order: Sequence[int], *, sizes: Mapping[int, int], prefetch: Prefetch, batch_nbytes: int
+    order: Sequence[int],
+    *,
+    sizes: Mapping[int, int],
+    prefetch: Prefetch,
+    batching: Batching = NO_BATCHING,
 ) -> Plan:
     """Look ahead from every position of ``order``. ``sizes``: bytes of each gathered unit."""
-    batches = list(_batches(order, sizes, batch_nbytes))
+    batches = batches_of(order, sizes, batching)
     places = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch))]
 
     def window(upcoming: Iterable[Batch]) -> tuple[Batch, ...]:
@@ -91,21 +118,23 @@ def make_plan(
         rest = batches[number][place + 1 :]
         following = batches[number + 1 : number + 1 + prefetch.units]
         ahead.append(window([*([rest] if rest else []), *following]) if prefetch.units else ())
-    return Plan(order=tuple(order), first=window(batches[: prefetch.units]), ahead=tuple(ahead))
+    # One more than elsewhere: nothing is computed before the first.
+    first = window(batches[: prefetch.units + 1]) if prefetch.units else ()
+    return Plan(order=tuple(order), first=first, ahead=tuple(ahead))
 
 
-def _batches(order: Sequence[int], sizes: Mapping[int, int], batch_nbytes: int) -> Iterable[Batch]:
-    """Neighbours in ``order`` that together have at most ``batch_nbytes``, no unit twice."""
-    batch: list[int] = []
+def batches_of(order: Sequence[int], sizes: Mapping[int, int], batching: Batching) -> list[Batch]:
+    """``order`` cut into what is gathered together, no unit twice."""
+    found: list[list[int]] = []
     nbytes = 0
     for unit in order:
-        if batch and (unit in batch or nbytes + sizes[unit] > batch_nbytes):
-            yield tuple(batch)
-            batch, nbytes = [], 0
-        batch.append(unit)
-        nbytes += sizes[unit]
-    if batch:
-        yield tuple(batch)
+        if found and unit not in found[-1] and batching.takes(nbytes, sizes[unit]):
+            found[-1].append(unit)
+            nbytes += sizes[unit]
+        else:
+            found.append([unit])
+            nbytes = sizes[unit]
+    return [tuple(batch) for batch in found]
 
 
 class Plans:
@@ -116,13 +145,13 @@ class Plans:
         prefetch: Prefetch,
         *,
         sizes: Mapping[int, int],
-        batch_nbytes: int = 0,
+        batching: Batching = NO_BATCHING,
         is_final: bool = True,
     ) -> None:
         self.prefetch = prefetch
         self.is_final = is_final  # whether ``prefetch`` is what it will be
         self._sizes = sizes
-        self._batch_nbytes = batch_nbytes
+        self.batching = batching
         self._plans: list[Plan] = []  # the latest first
         self._plan = _NO_PLAN
         self._seen: list[int] = []  # since the forward began
@@ -158,6 +187,10 @@ class Plans:
             return self._make(self._seen).first
         return (self._plan if self._follows else (self._plans or [_NO_PLAN])[0]).first
 
+    def first_units(self) -> frozenset[int]:
+        """The same as one set of units."""
+        return frozenset(unit for batch in self.first() for unit in batch)
+
     def advance(self, unit: int) -> Sequence[Batch]:
         """``unit`` is needed now. What will be needed after it, as far as is known."""
         position = len(self._seen)
@@ -166,6 +199,11 @@ class Plans:
         if not (self._follows and position < len(order) and order[position] == unit):
             self._change()
         return self._plan.ahead[position] if self._follows else ()
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the plan that is followed expects nothing more."""
+        return self._follows and len(self._seen) == len(self._plan.order)
 
     def comes_next(self, unit: int) -> bool:
         """Whether ``unit`` is what the plan expects next."""
@@ -186,7 +224,7 @@ class Plans:
         return self._plan if follows_to_the_end else self._make(self._seen)
 
     def _make(self, order: Sequence[int]) -> Plan:
-        return make_plan(order, sizes=self._sizes, prefetch=self.prefetch, batch_nbytes=self._batch_nbytes)
+        return make_plan(order, sizes=self._sizes, prefetch=self.prefetch, batching=self.batching)
 
     def _change(self) -> None:
         """Find a plan that began as this one did."""

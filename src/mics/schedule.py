@@ -88,6 +88,7 @@ class Schedule:
         *,
         reduce: Callable[[Unit], None],
         before_root: Callable[[], None],
+        on_gather: Callable[[], None],
         plans: Plans,
     ) -> None:
         self.sites = list(sites)
@@ -103,6 +104,7 @@ class Schedule:
         self._by_index = {unit.spec.index: unit for unit in self._units}
         self._reduce_unit = reduce
         self._before_root = before_root
+        self._on_gather = on_gather
         self._depth = 0
         self._in_backward = False
         self._num_backwards = 0
@@ -186,7 +188,7 @@ class Schedule:
 
     def _drop_stale(self) -> None:
         """Release units that were sent for and not needed after all (an evaluation has no backward)."""
-        first = {index for batch in self.plans.first() for index in batch}
+        first = self.plans.first_units()
         for unit in self._units:
             if unit.is_arriving and unit.spec.index not in first:
                 unit.release()
@@ -378,6 +380,9 @@ class Schedule:
             self.arena.note(unit, needed=True)
             # After the unit itself: it is needed now, they are not.
             self._send_for(upcoming)
+            if self.more_to_come and self.plans.at_end:
+                self.start_next_forward()
+            self._on_gather()
 
     def _choose_place(self, unit: Unit) -> None:
         """At home while an order is followed that homes were planned for, unless somebody is there."""
@@ -425,8 +430,12 @@ class Schedule:
             self._let_go(unit)
 
     def _let_go(self, unit: Unit) -> None:
-        if unit.gathered:
-            self.arena.note(unit, needed=False)
+        if not unit.gathered:
+            return
+        if self.more_to_come and self.plans.at_end and unit.spec.index in self.plans.first_units():
+            unit.keep()  # the next forward begins with it, and the same values
+            return
+        self.arena.note(unit, needed=False)
         unit.release()
 
     def _in_use(self, unit: Unit) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +28,20 @@ class GradState(enum.Enum):
     EMPTY = enum.auto()
     PARTIAL = enum.auto()
     REDUCED = enum.auto()
+
+
+@dataclass(eq=False)
+class InUse:
+    """Tensors that a lane reads beside the computation: their memory must not be given to others before."""
+
+    tensors: list[Tensor]
+    read: Ticket
+    age: int = 0
+
+    def let_go(self) -> None:
+        """The computation waits for the lane, and may have the memory from there on."""
+        self.read.wait()
+        self.tensors.clear()
 
 
 class UnitGradients:
@@ -99,21 +114,30 @@ class UnitGradients:
         for param in self._full:
             param.grad = None
 
-    def reduce(self, buffer: ReduceBuffer, scale: float) -> None:
-        """Hop 1: add ``scale`` times the partition group's sum of gradients to the shard."""
-        views = self._lay_out(buffer)
+    def reduce(self, buffer: ReduceBuffer, scale: float) -> InUse:
+        """Hop 1: add ``scale`` times the partition group's sum of gradients to the shard.
+
+        Returns the full gradients, which a lane still reads.
+        """
+        views = buffer.views_for(self._spec.index, self._spec.layout)
         shard = self.allocate()
         self.drop_cleared()
+        full = [param.grad for param in self._full]
         total = views.full if self._mesh.reduce.size == 1 else views.shard
-        add = partial(self._add, shard, total, scale, self.state)
-        self.ticket = self._mesh.reduce.reduce_scatter(
-            total, views.full, self.label, after=(self.ticket,), then=add
+        laid_out, self.ticket = self._mesh.reduce.reduce_scatter(
+            total,
+            views.full,
+            self.label,
+            prepare=(partial(_lay_out, views, full), (buffer.emptied,)),
+            after=(self.ticket,),
+            then=partial(self._add, shard, total, scale, self.state),
         )
         buffer.emptied = self.ticket
         self.state = GradState.PARTIAL
         for index, param in enumerate(self._full):
             self.used[index] |= param.grad is not None
             param.grad = None
+        return InUse([grad for grad in full if grad is not None], laid_out)
 
     def settle(self) -> None:
         """Wait for the lanes: from here on the caller may use the shard."""
@@ -158,19 +182,6 @@ class UnitGradients:
 
     # -- inside -------------------------------------------------------------------------------------
 
-    def _lay_out(self, buffer: ReduceBuffer) -> ReduceViews:
-        """Copy the full gradients to their places in the buffer."""
-        views = buffer.views_for(self._spec.index, self._spec.layout)
-        buffer.emptied.wait()
-        pairs = [(view, param.grad) for view, param in zip(views.params, self._full, strict=True)]
-        present = [(view, grad) for view, grad in pairs if grad is not None]
-        # Another unit's gradients are still in the buffer: what this one does not write must become zero.
-        blank = views.gaps + [view for view, grad in pairs if grad is None]
-        if blank:
-            torch._foreach_zero_(blank)
-        torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-        return views
-
     def _add(self, shard: Tensor, total: Tensor, scale: float, state: GradState) -> None:
         """Add this micro-step's sum to what earlier ones left. On the lane of the reduction."""
         if state is GradState.EMPTY:
@@ -190,6 +201,16 @@ class UnitGradients:
         keep = self._share.piece_of(self._spec, shard).clone()
         shard.zero_()
         self._share.piece_of(self._spec, shard).copy_(keep)
+
+
+def _lay_out(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
+    """Copy full gradients to their places in the reduce buffer. On the lane of the reduction."""
+    present = [(view, grad) for view, grad in zip(views.params, grads, strict=True) if grad is not None]
+    # Another unit's gradients are still in the buffer: what this one does not write must become zero.
+    blank = views.gaps + [view for view, grad in zip(views.params, grads, strict=True) if grad is None]
+    if blank:
+        torch._foreach_zero_(blank)
+    torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
 
 
 def reduce_over_replicas(gradients: Sequence[UnitGradients], replicas: LanedCollectives) -> None:

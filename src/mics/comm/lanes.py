@@ -22,6 +22,10 @@ from torch import Tensor
 from mics.comm.protocol import Collectives, Job, Pairs
 
 
+def _nothing() -> None:
+    pass
+
+
 class Ticket(Protocol):
     """Stands for a job that a lane has taken."""
 
@@ -180,10 +184,24 @@ class LanedCollectives:
         return self._chain(self._collectives.gather_stages(pairs, label), after)
 
     def reduce_scatter(
-        self, out: Tensor, buffer: Tensor, label: str, after: Sequence[Ticket] = (), then: Job | None = None
-    ) -> Ticket:
-        """``out = sum over members of their buffer[position]``, and ``then`` what is to be done with it."""
-        return self._chain(self._collectives.reduce_stages([(out, buffer)], label), after, then)
+        self,
+        out: Tensor,
+        buffer: Tensor,
+        label: str,
+        *,
+        prepare: tuple[Job, Sequence[Ticket]] = (_nothing, ()),
+        after: Sequence[Ticket] = (),
+        then: Job | None = None,
+    ) -> tuple[Ticket, Ticket]:
+        """``out = sum over members of their buffer[position]``, and ``then`` what is to be done with it.
+
+        ``prepare`` fills the buffer, where the reduction begins and after tickets of its own. Returns the
+        tickets of that and of the whole.
+        """
+        stages = self._collectives.reduce_stages([(out, buffer)], label)
+        job, before = prepare
+        prepared = self._lane(stages[0][0]).submit(job, before)
+        return prepared, self._chain(stages, (prepared, *after), then)
 
     def reduce_together(
         self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), wire: torch.dtype | None = None
@@ -215,10 +233,6 @@ class LanedCollectives:
     def _lane(self, stage: str) -> Lane:
         # One member moves nothing: going to another lane and back would only cost.
         return INLINE if self.size == 1 else self._lanes.lane(f"{self._name} {stage}".strip())
-
-
-def _nothing() -> None:
-    pass
 
 
 def _both(first: Job, second: Job) -> Job:

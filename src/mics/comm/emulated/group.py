@@ -24,6 +24,7 @@ from mics.comm.emulated.fabric import Call, Fabric
 from mics.cost import FREE, Cost, Kind, Span
 
 NAME = "emulated"
+_FACTORS = (-1.0625, 0.9375, -0.96875, 1.03125)  # of one set of imagined members to the next
 
 _ProcessGroup: Any = dist.ProcessGroup  # its annotations list every form of every call
 
@@ -43,7 +44,6 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._stream: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._gathering: list[_Pending] | None = None  # calls of a coalesced region
-        self._factors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._sent: dict[tuple[torch.dtype, int], Tensor] = {}  # small host tensors: pickled objects
         self.options = SimpleNamespace(_timeout=timeout)
         self.supports_splitting = False
@@ -347,24 +347,29 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             return
         rows, part = output.view(self.size(), -1), own.reshape(-1)
         here = self.rank()
-        in_place = rows[here].data_ptr() == part.data_ptr()
-        places = [slice(0, here), slice(here + 1, None)] if in_place else [slice(None)]
-        for place in places:
-            if own.dtype.is_floating_point and own.dtype.itemsize > 1:
-                torch.mul(part, self._factors_of(own)[place], out=rows[place])
+        if rows[here].data_ptr() != part.data_ptr():
+            rows[here].copy_(part)
+        # Twice as many rows with every kernel: few, long and contiguous, so that they take little of the GPU
+        # from the computation. The rows after this rank's own, then those before it.
+        done, number = 1, 0
+        while done < self.size():
+            after = self.size() - here
+            if done < after:
+                count = min(done, after - done)
+                source, target = rows[here : here + count], rows[here + done : here + done + count]
             else:
-                rows[place].copy_(part.expand_as(rows[place]))
+                start = self.size() - done  # rows from here on are written
+                count = min(done, start)
+                source, target = rows[start : start + count], rows[start - count : start]
+            self._write_like(target, source, number)
+            done, number = done + count, number + 1
 
-    def _factors_of(self, own: Tensor) -> Tensor:
-        """One a member, [size, 1]. Equal rows of a weight would cancel to zeros, which multiply faster."""
-        key = own.dtype, own.device
-        if key not in self._factors:
-            generator = torch.Generator().manual_seed(self.size())
-            factors = torch.empty(self.size(), 1).uniform_(0.75, 1.25, generator=generator)
-            factors[torch.rand(self.size(), generator=generator) < 0.5] *= -1
-            factors[self.rank()] = 1
-            self._factors[key] = factors.to(own)
-        return self._factors[key]
+    def _write_like(self, target: Tensor, source: Tensor, number: int) -> None:
+        # Equal rows of a weight would cancel to zeros, which multiply faster.
+        if target.dtype.is_floating_point and target.dtype.itemsize > 1:
+            torch.mul(source, _FACTORS[number % len(_FACTORS)], out=target)
+        else:
+            target.copy_(source)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
