@@ -41,14 +41,28 @@ class Arena:
         self._events: list[Event] = []  # gathers and releases since the forward began
         self._orders: list[_Order] = []  # the latest first
         self._covered: list[Plan] = []
+        self._possible: list[Plan] = []  # covered orders that began as this forward did
+        self._num_needed = 0  # gathers since the forward began
 
     def note(self, unit: Unit, *, needed: bool) -> None:
         """A unit is needed, or released."""
+        if needed:
+            self._possible = self._possible_with(unit)
+            self._num_needed += 1
         self._events.append(Event(unit.spec.index, needed=needed))
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether ``unit`` comes next in an order that homes were planned for."""
+        return bool(self._possible_with(unit))
+
+    def _possible_with(self, unit: Unit) -> list[Plan]:
+        position, index = self._num_needed, unit.spec.index
+        return [plan for plan in self._possible if plan.order[position : position + 1] == (index,)]
 
     def finish(self, plan: Plan | None) -> None:
         """What happened up to here is what happens when ``plan`` is followed."""
         events, self._events = self._events, []
+        self._num_needed, self._possible = 0, self._covered
         if plan is None:
             return
         for order in self._orders:
@@ -58,18 +72,17 @@ class Arena:
                 return
         self._orders = [_Order(plan, events), *self._orders][:_MAX_ORDERS]
 
-    def covers(self, plan: Plan | None) -> bool:
-        """Whether homes were planned for ``plan``."""
+    def _covers(self, plan: Plan) -> bool:
         return any(plan is covered for covered in self._covered)
 
     def wants_planning(self) -> bool:
         """Whether an order has settled that homes were not planned for."""
-        return bool(self._units) and any(not self.covers(each.plan) for each in self._settled())
+        return bool(self._units) and any(not self._covers(each.plan) for each in self._settled())
 
     def give_homes(self) -> None:
         """Plan homes for all settled orders, allocate the arena, and let units move in."""
         settled = self._settled()
-        self._covered = [each.plan for each in settled]
+        self._covered = self._possible = [each.plan for each in settled]
         sizes = {index: unit.memory.nbytes for index, unit in self._units.items()}
         homes = plan_homes([each.recorded() for each in settled], sizes)
         device = next(iter(self._units.values())).device

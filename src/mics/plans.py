@@ -167,11 +167,6 @@ class Plans:
         self._plan = self._plans[0] if self._plans else _NO_PLAN
         return done
 
-    @property
-    def current(self) -> Plan | None:
-        """The plan that is being followed."""
-        return self._plan if self._follows else None
-
     def look_ahead(self, prefetch: Prefetch) -> None:
         """Change how far ahead units are sent for, from the next forward on."""
         self.is_final = True

@@ -124,13 +124,13 @@ class Schedule:
     # -- forward ------------------------------------------------------------------------------------
 
     def _hook(self, site: ScheduledSite) -> Iterator[RemovableHandle]:
+        # Compiled modules call these as they are: tracing them would find memory that comes and goes.
+        before, after = (
+            torch.compiler.disable(partial(hook, site)) for hook in (self._pre_forward, self._post_forward)
+        )
+        yield site.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # always_call: a forward that raises (also the early stop of a checkpoint's recomputation) still ends.
-        yield site.module.register_forward_pre_hook(
-            partial(self._pre_forward, site), prepend=True, with_kwargs=True
-        )
-        yield site.module.register_forward_hook(
-            partial(self._post_forward, site), with_kwargs=True, always_call=True
-        )
+        yield site.module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def _pre_forward(
         self, site: ScheduledSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -388,7 +388,7 @@ class Schedule:
         """At home while an order is followed that homes were planned for, unless somebody is there."""
         if not unit.memory.has_home:
             return
-        at_home = self.arena.covers(self.plans.current) and unit.make_room()
+        at_home = self.arena.expects(unit) and unit.make_room()
         # A backward that is still to come finds its tensors where they were.
         if at_home != unit.memory.at_home and not any(
             self._open_calls.get(site.name) for site in self._sites_of[unit.spec.index]

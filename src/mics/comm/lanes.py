@@ -10,11 +10,13 @@ may run ahead of each other without mixing up collectives.
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -63,6 +65,7 @@ class InlineLane:
 
 
 INLINE: Lane = InlineLane()
+_END_TIMEOUT_S = 5.0
 
 
 class StreamLane:
@@ -98,13 +101,33 @@ class ThreadLane:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
         # A daemon: a process whose peers are gone must be able to exit while a collective still waits.
-        Thread(target=_work, args=(self._jobs,), name=f"mics-{name}", daemon=True).start()
-        finalize(self, self._jobs.put, None)
+        thread = Thread(target=_work, args=(self._jobs,), name=f"mics-{name}", daemon=True)
+        thread.start()
+        finalize(self, self._jobs.put, None).atexit = False
+        _threads[thread] = self._jobs
 
     def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
         ticket = _ThreadTicket(job, after)
         self._jobs.put(ticket)
         return ticket
+
+
+_threads: WeakKeyDictionary[Thread, SimpleQueue[_ThreadTicket | None]] = WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let lanes finish before the interpreter ends: it kills threads, inside torch for that matter.
+
+    At the end of training they are at work on what a next forward would begin with. Peers that are gone are
+    not waited for.
+    """
+    running = list(_threads.items())
+    for _, jobs in running:
+        jobs.put(None)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    for thread, _ in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _ThreadTicket:
