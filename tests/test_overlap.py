@@ -190,6 +190,7 @@ def test_streams_give_the_same_bits(partition_size: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_steady_step_never_waits() -> None:
     """Under torch's own check for synchronisation of the host."""
 

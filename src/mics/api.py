@@ -23,7 +23,15 @@ from mics.optimizer_hooks import register_params
 from mics.plans import Prefetch
 from mics.precision import Precision
 from mics.schedule import Schedule, ScheduledSite
-from mics.settings import OptimizerSharding, Settings, check_settings, compare, describe, whole_node
+from mics.settings import (
+    OptimizerSharding,
+    Settings,
+    check_settings,
+    compare,
+    describe,
+    gpus_are_shared,
+    whole_node,
+)
 from mics.state import shard_of_full
 from mics.topology import Topology
 from mics.unit import Unit, UnitMemory
@@ -94,7 +102,7 @@ def shard(
         raise error
     assert settings is not None
     compare(accounts)
-    return _build(model, world, settings, nodes)
+    return _build(model, world, settings, nodes, share_links=gpus_are_shared(accounts))
 
 
 def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
@@ -144,13 +152,15 @@ def traffic(model: nn.Module) -> Traffic:
 # -- building ---------------------------------------------------------------------------------------
 
 
-def _build(model: nn.Module, world: World, settings: Settings, node_names: list[str]) -> nn.Module:
+def _build(
+    model: nn.Module, world: World, settings: Settings, node_names: list[str], *, share_links: bool
+) -> nn.Module:
     order = {name: index for index, name in enumerate(dict.fromkeys(node_names))}
     topology = choose_topology(settings, [order[name] for name in node_names], talk=world.rank == 0)
     world.start_liveness(settings.device)
     counter = TrafficCounter()
     overlap = settings.prefetch is None or settings.prefetch.units > 0
-    mesh = world.collectives(topology, counter, settings.device, overlap=overlap)
+    mesh = world.collectives(topology, counter, settings.device, overlap=overlap, share_links=share_links)
     share = Share(
         chunk=topology.chunk(world.rank),
         piece=topology.piece(world.rank),

@@ -194,7 +194,7 @@ def _device_of(model: nn.Module, world: World) -> torch.device:
 
 def describe(world: World, settings: Settings | None, error: Exception | None) -> dict[str, Any]:
     """What this rank is about to do, for comparison with the others."""
-    account: dict[str, Any] = {"rank": world.rank, "error": None}
+    account: dict[str, Any] = {"rank": world.rank, "error": None, "gpu": None}
     if settings is None or error is not None:
         return account | {"error": f"{type(error).__name__}: {error}"}
     described = [
@@ -211,11 +211,23 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "precision": str(settings.precision),
         "prefetch": str(settings.prefetch or "auto"),
         "cluster (MICS_CLUSTER)": str(settings.cluster),
+        "gpu": _gpu(settings.device),
         "device type": settings.device.type,
         "torch version": torch.__version__.split("+")[0],
         "number of parameters and buffers": len(described),
         "units, parameters and buffers": hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
     }
+
+
+def _gpu(device: torch.device) -> str | None:
+    """What tells a GPU from all others of the world."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def gpus_are_shared(accounts: Sequence[dict[str, Any]]) -> bool:
+    """Whether several ranks have one GPU, so that their collectives compete for it."""
+    gpus = [account["gpu"] for account in accounts if account["gpu"] is not None]
+    return emulated_cluster() is None and len(set(gpus)) < len(gpus)
 
 
 def compare(accounts: Sequence[dict[str, Any]]) -> None:
@@ -226,7 +238,7 @@ def compare(accounts: Sequence[dict[str, Any]]) -> None:
             f"mics.shard failed on rank {failed[0]['rank']}, so it cannot go on here: {failed[0]['error']}"
         )
     for key in accounts[0]:
-        if key == "rank":
+        if key in ("rank", "gpu"):
             continue
         first = accounts[0][key]
         other = next((account for account in accounts if account[key] != first), None)

@@ -39,6 +39,14 @@ BENCH_MODELS: Final = MappingProxyType(
             checkpoint=False,
             about="29 M parameters, for CPUs",
         ),
+        "gpt-118m": BenchModel(
+            config=GPTConfig(
+                num_layers=8, num_heads=16, hidden_size=1024, vocab_size=8192, seq_len=256, rotary=False
+            ),
+            micro_batch=1,
+            checkpoint=False,
+            about="118 M parameters, for several ranks on one GPU",
+        ),
         "gpt-3.6b": BenchModel(
             config=replace(GPT_SIZES["gpt-3.6b"], rotary=False),
             micro_batch=4,

@@ -111,6 +111,8 @@ def _environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    # For every system alike: otherwise what the allocator reserves is mostly holes between activations.
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return environment
 
 

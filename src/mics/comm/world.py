@@ -102,9 +102,18 @@ class World:
         return own
 
     def collectives(
-        self, topology: Topology, counter: TrafficCounter, device: torch.device, *, overlap: bool
+        self,
+        topology: Topology,
+        counter: TrafficCounter,
+        device: torch.device,
+        *,
+        overlap: bool,
+        share_links: bool = False,
     ) -> MeshCollectives:
-        """The collectives of both mesh axes and of the world, for this rank."""
+        """The collectives of both mesh axes and of the world, for this rank.
+
+        With ``share_links`` gathers and reductions inside the partition group take turns on one lane.
+        """
 
         def over(axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "") -> GroupCollectives:
             group = self.group(groups, purpose if overlap else "")
@@ -127,14 +136,15 @@ class World:
             assert found.position == topology.chunk(self.rank), "torch ordered a group differently"
             return found
 
-        gather, reduce = partition("gather"), partition("reduce")
+        gathers, reductions = ("partition",) * 2 if share_links else ("gather", "reduce")
+        gather, reduce = partition(gathers), partition(reductions)
         replication = over("replication", topology.replication_groups(), "replicas")
         assert replication.position == topology.piece(self.rank), "torch ordered a group differently"
         # Models share process groups, so they share lanes: one order of jobs for each group.
         lanes = self._lanes.setdefault((device, overlap), Lanes(device, overlap=overlap))
         return MeshCollectives(
-            gather=LanedCollectives(gather, lanes, "gather"),
-            reduce=LanedCollectives(reduce, lanes, "reduce"),
+            gather=LanedCollectives(gather, lanes, gathers),
+            reduce=LanedCollectives(reduce, lanes, reductions),
             replication=LanedCollectives(replication, lanes, "replicas"),
             world=over("world", [tuple(range(self.size))]),
             lanes=lanes,

@@ -1,0 +1,160 @@
+"""What mics chooses by itself: from the cost model, on all ranks alike, and said where it matters."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mics
+from mics.auto import batch_nbytes, gather_seconds, latency_nbytes, prefetch_units, two_stages_pay
+from mics.clusters import PRESETS, assumed_cluster
+from mics.cost import Span
+from mics.engine import engine_of
+from mics.models.gpt import GPT, GPTConfig
+from tests.ranks import run_expecting_error, run_ranks
+
+_MIB = 1 << 20
+_NODE = PRESETS["p4d.24xlarge"]
+
+
+def _over(num_nodes: int, on_a_node: int = 8) -> Span:
+    return Span(size=num_nodes * on_a_node, num_nodes=num_nodes, on_a_node=on_a_node)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 4, 64])
+@pytest.mark.parametrize("nbytes", [_MIB, 400 * _MIB])
+def test_two_stages_pay_on_fast_nodes(num_nodes: int, nbytes: int) -> None:
+    """Half of the volume on two nodes; on many, a hop a node instead of a hop a rank."""
+    assert two_stages_pay(_NODE, _over(num_nodes), nbytes)
+
+
+def test_two_stages_gain_volume_near_two_nodes_and_latency_beyond() -> None:
+    instant = replace(
+        _NODE, intra=replace(_NODE.intra, latency=0.0), inter=replace(_NODE.inter, latency=0.0, ramp_nbytes=0)
+    )
+
+    def gain(cluster: mics.Cluster, num_nodes: int) -> float:
+        flat, staged = (
+            gather_seconds(cluster, _over(num_nodes), 400 * _MIB, two_stage=stage) for stage in (False, True)
+        )
+        return flat / staged
+
+    assert gain(instant, 2) > 1.4 > gain(instant, 4) > gain(instant, 64)
+    assert gain(_NODE, 64) > 1.7 > gain(_NODE, 4)
+
+
+def test_two_stages_do_not_pay_inside_slow_nodes() -> None:
+    """Links inside the node that are no faster than the whole node's uplink: the bytes would go twice."""
+    slow = replace(_NODE, intra=_NODE.inter)
+    assert not two_stages_pay(slow, _over(2), 400 * _MIB)
+    assert two_stages_pay(slow, _over(64), 64 << 10), "but small units still save hops"
+
+
+def test_latency_decides_what_travels_together() -> None:
+    """At the size where bytes take as long as latency, half of the time is latency; later a twentieth."""
+    span = _over(64, 1)
+    for nbytes, share in ((latency_nbytes(_NODE, span), 0.5), (batch_nbytes(_NODE, span), 0.05)):
+        latency = gather_seconds(_NODE, span, 0, two_stage=False)
+        found = latency / gather_seconds(_NODE, span, nbytes, two_stage=False)
+        assert found == pytest.approx(share, rel=0.1)
+    assert batch_nbytes(_NODE, _over(1, 1)) == 0
+
+
+def test_prefetch_follows_from_the_times() -> None:
+    """One unit ahead where gathers are short; as many as hide the gather twice; no more than a few."""
+    assert prefetch_units([1.0] * 8, [5.0] * 8) == 1
+    assert prefetch_units([1.0] * 8, [1.5] * 8) == 2
+    assert prefetch_units([9.0] * 8, [1.0] * 8) == 3
+    assert prefetch_units([1.0, 1.0, 4.0, 1.0], [5.0, 0.1, 5.0, 5.0]) == 2, "a small unit hides nothing"
+    assert prefetch_units([], []) == prefetch_units([1.0], [1.0]) == 1
+
+
+def test_an_unknown_device_is_taken_for_an_ordinary_one() -> None:
+    known = assumed_cluster("NVIDIA H200", num_nodes=4, ranks_per_node=8)
+    other = assumed_cluster("Some GPU", num_nodes=4, ranks_per_node=8)
+    assert known.intra.bandwidth > other.intra.bandwidth
+    assert known.inter == other.inter
+    assert assumed_cluster(None, num_nodes=2, ranks_per_node=3).world_size == 6
+
+
+_SHAPE = GPTConfig(num_layers=3, num_heads=2, hidden_size=16, vocab_size=32, seq_len=8)
+
+
+def _agreed(num_rows: list[int]) -> tuple[bool, int, int]:
+    """What a rank looks ahead after three steps with batches of its own size, and what it would alone."""
+    model = mics.shard(GPT(_SHAPE), partition_size=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = engine_of(model).schedule
+    boundary = engine_of(model).boundary
+    choose = boundary._agreement._choose_prefetch
+    assert choose is not None
+    # As if computing took about as long as gathering: what is chosen then depends on the rows.
+    boundary._agreement._choose_prefetch = lambda order, rows: 1 if rows > 16 else 3
+    tokens = torch.zeros(num_rows[dist.get_rank()], 8, dtype=torch.long)
+    for _ in range(3):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return schedule.plans.is_final, schedule.plans.prefetch.units, choose(schedule.plans.latest(), 8)
+
+
+def test_ranks_with_different_batches_look_equally_far() -> None:
+    """They gather in the same order, so they must."""
+    found = run_ranks(4, _agreed, [8, 1, 8, 8])
+    assert [each[:2] for each in found] == [(True, 3)] * 4
+    assert all(1 <= each[2] <= 3 for each in found)
+
+
+def _said(**settings: object) -> list[str]:
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Handler()
+    logging.getLogger("mics").addHandler(handler)
+    try:
+        for _ in range(2):
+            model = mics.shard(GPT(_SHAPE), partition_size=4, **settings)  # type: ignore[arg-type]
+            tokens = torch.zeros(1, 8, dtype=torch.long)
+            model(tokens, tokens).backward()
+    finally:
+        logging.getLogger("mics").removeHandler(handler)
+    return messages
+
+
+def test_a_ragged_group_falls_back_and_says_why_once() -> None:
+    """Four ranks on nodes of three: on rank 0 alone, and not for every model."""
+    first, *others = run_ranks(4, _said, ranks_per_node=3)
+    assert len(first) == 1
+    assert "[3, 1]" in first[0]
+    assert others == [[], [], []]
+    assert run_ranks(4, _said, ranks_per_node=2) == [[]] * 4
+    assert run_ranks(4, _said, ranks_per_node=3, kwargs={"hierarchical": False}) == [[]] * 4
+
+
+def _stages(cluster: str | None) -> bool:
+    if cluster is not None:
+        os.environ["MICS_CLUSTER"] = cluster
+    try:
+        return any(engine_of(mics.shard(GPT(_SHAPE), partition_size=4)).topology.two_stage)
+    finally:
+        os.environ.pop("MICS_CLUSTER", None)
+
+
+def test_the_cluster_that_is_named_decides(tmp_path: Path) -> None:
+    """A file with links inside the node that are no faster than the network: one stage."""
+    link = "{bandwidth: 1e6, latency: 0}"
+    path = tmp_path / "slow-inside.yaml"
+    path.write_text(f"ranks_per_node: 2\nintra: {link}\ninter: {link}")
+    assert run_ranks(4, _stages, None, ranks_per_node=2) == [True] * 4
+    assert run_ranks(4, _stages, str(path), ranks_per_node=2) == [False] * 4
+    errors = run_expecting_error(2, _stages, "p9000")
+    assert all("p4d.24xlarge" in error.message for error in errors), errors
