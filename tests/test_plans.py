@@ -120,3 +120,16 @@ def test_every_unit_is_sent_for_before_it_is_needed(order: list[int], depth: int
     for position, batches in enumerate(plan.ahead):
         following = [unit for batch in batches for unit in batch]
         assert following == order[position + 1 : position + 1 + len(following)]
+
+
+def test_what_is_needed_again_soon_is_kept() -> None:
+    """At the turn from forward to backward, one unit more than the plan looks ahead."""
+    for depth, kept in ((0, {3}), (1, {3, 2}), (2, {3, 2, 1}), (3, {3, 2, 1, 0})):
+        plans = _plans(depth)
+        _run(plans, TRAIN)
+        plans.begin()
+        found = set()
+        for unit in TRAIN[:4]:
+            plans.advance(unit)
+            found |= {unit} if plans.keeps(unit) else set()
+        assert found == kept, depth

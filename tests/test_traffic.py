@@ -179,14 +179,15 @@ def test_calls_and_bytes_equal_the_formula(
 def test_prefetch_moves_nothing_more(partition_size: int, announced: bool) -> None:
     """A whole optimizer step makes the same calls and sends the same bytes with prefetch as without.
 
-    But for the units that the next forward begins with, one and the one ahead of it: announced micro-steps
-    keep them from the backward before.
+    But for units that are kept: one more at the turn of each micro-step, and where it is announced that
+    another one follows the two that its forward begins with.
     """
     bf16, accumulation = partition_size == 2, 3
     args = (partition_size, "world", accumulation, announced, bf16, True)
     ahead = run_ranks(4, _phases, *args, ranks_per_node=2, kwargs={"prefetch": 1})
     plain = run_ranks(4, _phases, *args, ranks_per_node=2)
-    num_kept = 2 * (accumulation - 1) if announced and partition_size > 1 else 0
+    num_kept = accumulation + (2 * (accumulation - 1) if announced else 0)
+    num_kept = num_kept if partition_size > 1 else 0
     itemsize = BF16 if bf16 else FP32
     chunk_nbytes = _unit_numel(4, itemsize) // partition_size * itemsize
     for found, without in zip(ahead, plain, strict=True):

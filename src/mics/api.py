@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from mics.assign import Site
 from mics.boundary import Boundary
 from mics.buffers import BufferSync
 from mics.choices import Choices, choose_topology, unit_specs
+from mics.clusters import with_shared_gpus
 from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.world import MeshCollectives
 from mics.engine import Engine, attach_engine, engine_of
@@ -102,7 +104,10 @@ def shard(
         raise error
     assert settings is not None
     compare(accounts)
-    return _build(model, world, settings, nodes, share_links=gpus_are_shared(accounts))
+    shared = gpus_are_shared(accounts)
+    if shared:
+        settings = replace(settings, cluster=with_shared_gpus(settings.cluster))
+    return _build(model, world, settings, nodes, share_links=shared)
 
 
 def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:

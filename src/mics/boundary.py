@@ -256,16 +256,19 @@ class Boundary:
 
 
 def batches_of(units: Sequence[Unit], nbytes: int) -> Iterator[list[Unit]]:
-    """Units that cross the replication group together: at least ``nbytes`` of shards, but for the first.
+    """Units that cross the replication group together: ``nbytes`` of shards, but for the first and the last.
 
-    The first goes alone, because somebody waits for it.
+    The first goes alone, because somebody waits for it. Towards the end a batch takes no more than half of
+    what is left: what comes last is waited for too.
     """
+    left = _nbytes_of(units)
     batch: list[Unit] = []
     for number, unit in enumerate(units):
         batch.append(unit)
-        if number == 0 or _nbytes_of(batch) >= nbytes:
+        found = _nbytes_of(batch)
+        if number == 0 or found >= min(nbytes, left / 2):
             yield batch
-            batch = []
+            batch, left = [], left - found
     if batch:
         yield batch
 

@@ -69,6 +69,7 @@ PRESETS: Final = MappingProxyType(
 _ORDINARY_NETWORK: Final = _efa(400)
 _ASSUMED: Final = {"V100": "p3dn.24xlarge", "A100": "p4d.24xlarge", "H100": "dgx-h100", "H200": "dgx-h100"}
 _ANY_GPU: Final = _node("gpus", _nvlink(300), _ORDINARY_NETWORK, 100)
+_THROUGH_THE_HOST: Final = Link(bandwidth=2e9, latency=50e-6)
 _ANY_CPU: Final = Cluster(
     name="cpus",
     num_nodes=1,
@@ -90,6 +91,11 @@ def assumed_cluster(device_name: str | None, *, num_nodes: int, ranks_per_node: 
         known = next((preset for part, preset in _ASSUMED.items() if part in device_name), None)
         node = replace(_ANY_GPU if known is None else PRESETS[known], inter=_ORDINARY_NETWORK)
     return replace(node, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+
+
+def with_shared_gpus(cluster: Cluster) -> Cluster:
+    """The same where several ranks have one GPU: they talk to each other through the host's memory."""
+    return replace(cluster, intra=_THROUGH_THE_HOST)
 
 
 def find_cluster(description: str, *, num_nodes: int | None = None) -> Cluster:

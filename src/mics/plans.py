@@ -13,7 +13,7 @@ Everything here follows from the order of the calls alone, so all ranks decide a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mics.errors import SettingsError
@@ -73,6 +73,12 @@ class Plan:
     """To be sent for before the forward begins."""
     ahead: tuple[tuple[Batch, ...], ...]
     """By position: what to have on its way once the unit there is needed."""
+    kept: tuple[frozenset[int], ...]
+    """By position: units that need not be released, because they are needed again so soon.
+
+    Those that come next, one more than the plan looks ahead: at the turn from forward to backward there are
+    homes for them, which the backward has use for later.
+    """
 
     @property
     def first_units(self) -> frozenset[int]:
@@ -90,7 +96,7 @@ class Plan:
         return found
 
 
-_NO_PLAN = Plan(order=(), first=(), ahead=())
+_NO_PLAN = Plan(order=(), first=(), ahead=(), kept=())
 
 
 def make_plan(
@@ -120,7 +126,25 @@ def make_plan(
         ahead.append(window([*([rest] if rest else []), *following]) if prefetch.units else ())
     # One more than elsewhere: nothing is computed before the first.
     first = window(batches[: prefetch.units + 1]) if prefetch.units else ()
-    return Plan(order=tuple(order), first=first, ahead=tuple(ahead))
+    kept = []
+    for number, place in places:
+        upcoming = [batches[number][place + 1 :], *batches[number + 1 :]]
+        kept.append(
+            frozenset(unit for batch in window(_distinct(upcoming, prefetch.units + 1)) for unit in batch)
+        )
+    return Plan(order=tuple(order), first=first, ahead=tuple(ahead), kept=tuple(kept))
+
+
+def _distinct(upcoming: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """The first ``count`` batches that bring new units."""
+    seen: set[int] = set()
+    for batch in upcoming:
+        if count and not seen.issuperset(batch):
+            seen.update(batch)
+            count -= 1
+            yield batch
+        elif not count:
+            return
 
 
 def batches_of(order: Sequence[int], sizes: Mapping[int, int], batching: Batching) -> list[Batch]:
@@ -200,10 +224,9 @@ class Plans:
         """Whether the plan that is followed expects nothing more."""
         return self._follows and len(self._seen) == len(self._plan.order)
 
-    def comes_next(self, unit: int) -> bool:
-        """Whether ``unit`` is what the plan expects next."""
-        position = len(self._seen)
-        return self._follows and self._plan.order[position : position + 1] == (unit,)
+    def keeps(self, unit: int) -> bool:
+        """Whether ``unit`` is needed again so soon that it may stay."""
+        return self._follows and bool(self._seen) and unit in self._plan.kept[len(self._seen) - 1]
 
     def latest(self) -> tuple[int, ...]:
         """The order of the last micro-step, as far as it is known."""

@@ -414,8 +414,8 @@ class Schedule:
         for unit in units:
             if self._in_use(unit) or not unit.gathered:
                 continue
-            if not self._in_backward and self.plans.comes_next(unit.spec.index):
-                unit.keep()  # the last unit of a forward is the first of the backward
+            if not self._in_backward and self.plans.keeps(unit.spec.index):
+                unit.keep()  # the last units of a forward are the first of the backward
             else:
                 self._let_go(unit)
 

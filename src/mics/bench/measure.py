@@ -50,7 +50,7 @@ def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | 
     job = run.job
     trainer = SYSTEMS[run.system].build(job)
     num_steps = plan.num_warmup_steps + plan.num_steps
-    steps = iter(_batches(job, num_steps + 1, device))
+    steps = iter(_batches(job, num_steps + 2, device))
     losses: list[Tensor] = [trainer.step(next(steps)) for _ in range(plan.num_warmup_steps)]
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -124,9 +124,13 @@ def _host_seconds(trainer: Trainer, batches: list[Batch], emulation: Emulation) 
 
 
 def _time_on_device(step: Callable[[], None], count: int) -> list[float]:
-    """Seconds between the starts of steps on the GPU, nothing waiting in between."""
+    """Seconds between the starts of steps on the GPU, nothing waiting in between.
+
+    After one that is not timed: it finds the links idle, and what the step before left for it to hide done.
+    """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize()
+    step()
     marks[0].record()
     for mark in marks[1:]:
         step()
