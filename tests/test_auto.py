@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 import mics
-from mics.auto import batch_nbytes, gather_seconds, latency_nbytes, prefetch_units, two_stages_pay
+from mics.auto import (
+    batch_nbytes,
+    exchange_pays,
+    gather_seconds,
+    latency_nbytes,
+    prefetch_units,
+    two_stages_pay,
+)
 from mics.clusters import PRESETS, assumed_cluster
 from mics.cost import Span
 from mics.engine import engine_of
@@ -64,6 +71,14 @@ def test_latency_decides_what_travels_together() -> None:
         found = latency / gather_seconds(_NODE, span, nbytes, two_stage=False)
         assert found == pytest.approx(share, rel=0.1)
     assert batch_nbytes(_NODE, _over(1, 1)) == 0
+
+
+def test_replicas_exchange_where_hops_add_up() -> None:
+    """64 nodes with one replica each: 63 hops for a ring, one for an exchange; not for small messages."""
+    span = _over(64, 1)
+    assert exchange_pays(_NODE, span, 100 * _MIB)
+    assert not exchange_pays(_NODE, span, 1 * _MIB)
+    assert not exchange_pays(_NODE, _over(1, 1), 100 * _MIB)
 
 
 def test_prefetch_follows_from_the_times() -> None:

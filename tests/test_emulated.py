@@ -241,7 +241,7 @@ def test_groups_share_the_uplink(emulation: mics.Emulation) -> None:
     """Two groups at once: the second waits for the first. A group inside the node waits for nobody."""
     world, inside = dist.new_group(list(range(8))), dist.new_group([0, 1])
     emulation.clear()
-    works = [dist.all_reduce(torch.ones(250_000), group=group, async_op=True) for group in (None, world)]
+    works = [dist.all_reduce(torch.ones(2_500_000), group=group, async_op=True) for group in (None, world)]
     works.append(dist.all_reduce(torch.ones(25_000), group=inside, async_op=True))
     for work in works:
         work.wait()

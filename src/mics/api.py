@@ -14,7 +14,7 @@ from torch import Tensor
 from mics.assign import Site
 from mics.boundary import Boundary
 from mics.buffers import BufferSync
-from mics.choices import Choices, choose_topology, unit_specs
+from mics.choices import Choices, choose_topology, replicas_exchange, unit_specs
 from mics.clusters import with_shared_gpus
 from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.world import MeshCollectives
@@ -165,7 +165,14 @@ def _build(
     world.start_liveness(settings.device)
     counter = TrafficCounter()
     overlap = settings.prefetch is None or settings.prefetch.units > 0
-    mesh = world.collectives(topology, counter, settings.device, overlap=overlap, share_links=share_links)
+    mesh = world.collectives(
+        topology,
+        counter,
+        settings.device,
+        overlap=overlap,
+        share_links=share_links,
+        exchange_replicas=replicas_exchange(settings, topology),
+    )
     share = Share(
         chunk=topology.chunk(world.rank),
         piece=topology.piece(world.rank),

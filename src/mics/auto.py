@@ -10,6 +10,7 @@ from mics.topology import Cluster
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
 _MAX_PREFETCH: Final = 3
+_LEAST_MESSAGE_NBYTES: Final = 64 << 10
 
 
 def gather_seconds(cluster: Cluster, span: Span, nbytes: int, *, two_stage: bool) -> float:
@@ -47,6 +48,18 @@ def latency_nbytes(cluster: Cluster, span: Span) -> int:
 def batch_nbytes(cluster: Cluster, span: Span) -> int:
     """The size of a gather at which latency is a small part of its time."""
     return int(latency_nbytes(cluster, span) / _LATENCY_SHARE)
+
+
+def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
+    """Whether ``nbytes`` are reduced sooner by an exchange of chunks than by a ring.
+
+    Both send the same bytes. An exchange is one hop instead of one for each member; but messages must be
+    large enough for the network to carry them at its speed.
+    """
+    if span.size == 1 or nbytes / span.size < _LEAST_MESSAGE_NBYTES:
+        return False
+    exchange, ring = (cost(cluster, kind, span, nbytes) for kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER))
+    return exchange.seconds < ring.seconds
 
 
 def prefetch_units(gathers: Sequence[float], computes: Sequence[float]) -> int:

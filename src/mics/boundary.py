@@ -53,11 +53,9 @@ class Boundary:
         self._agreement = Agreement(self.trainable, mesh=mesh, device=device, choose_prefetch=choose_prefetch)
         self._schedule: Schedule | None = None
         self._fresh_grads = False  # a backward has run since the ranks last agreed
-        # Hop 2 and the spreading of new values take units together up to this many bytes.
+        # New values, and hop 2 where nobody announced it, take units together up to this many bytes.
         self._batch_nbytes = replica_batch_nbytes
-        self._waiting: list[Unit] = []  # for hop 2
         self._in_use: InUse | None = None  # full gradients that are being laid out
-        self._sending = False  # something has been sent since the last boundary
         self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
 
     # -- gradients ----------------------------------------------------------------------------------
@@ -72,7 +70,8 @@ class Boundary:
         self._show(unit)
         self._fresh_grads = True
         if self.announced:
-            self._wait_for_company(unit)
+            # At once: waiting for company would save latency, and leave the network idle meanwhile.
+            reduce_over_replicas([unit.gradients], self._mesh.replication)
 
     def tick(self) -> None:
         """A unit is gathered. Full gradients that were reduced some units ago have been read by now."""
@@ -86,22 +85,10 @@ class Boundary:
             self._in_use.let_go()
             self._in_use = None
 
-    def _wait_for_company(self, unit: Unit) -> None:
-        """Hop 2 of units that have enough bytes together for one collective; the first goes alone."""
-        if unit not in self._waiting:
-            self._waiting.append(unit)
-        # What is added up here after an exchange has one hop of latency: no need to wait for company.
-        narrow = unit.spec.replica_dtype is not unit.spec.grad_dtype
-        if narrow or not self._sending or _nbytes_of(self._waiting) >= self._batch_nbytes:
-            self._sending = True
-            reduce_over_replicas([unit.gradients for unit in self._waiting], self._mesh.replication)
-            self._waiting = []
-
     def synchronize(self) -> None:
         """Hop 2 of every unit that has only had hop 1. Called by whatever needs gradients first."""
         for unit in self.trainable:
             self._adopt_assigned(unit)
-        self._waiting, self._sending = [], False
         left = [unit for unit in self.trainable if unit.gradients.state is GradState.PARTIAL]
         for batch in batches_of(left, self._batch_nbytes):
             reduce_over_replicas([unit.gradients for unit in batch], self._mesh.replication)

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mics.assign import ParamRef, Site
-from mics.auto import batch_nbytes, gather_seconds, latency_nbytes, prefetch_units, two_stages_pay
+from mics.auto import (
+    batch_nbytes,
+    exchange_pays,
+    gather_seconds,
+    latency_nbytes,
+    prefetch_units,
+    two_stages_pay,
+)
 from mics.buffers import keeps_statistics
 from mics.cost import Span
 from mics.layout import plan_layout
@@ -41,6 +48,13 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
     return topology
 
 
+def replicas_exchange(settings: Settings, topology: Topology) -> bool:
+    """Whether hop 2 of the largest unit is done sooner by an exchange than by a ring."""
+    numel = max((sum(ref.param.numel() for ref in site.params) for site in settings.sites), default=0)
+    nbytes = 4 * numel // topology.partition_size
+    return exchange_pays(settings.cluster, _replica_span(topology), nbytes)
+
+
 class Choices:
     """What the cost model says about a model's units on this cluster."""
 
@@ -56,8 +70,7 @@ class Choices:
             nbytes=min(batch_nbytes(self._cluster, self._span), largest),
             tiny_nbytes=min(latency_nbytes(self._cluster, self._span), largest // 16),
         )
-        replicas = [topology.node_of[rank] for rank in topology.replication_groups()[0]]
-        self.replica_batch_nbytes = batch_nbytes(self._cluster, Span.over(replicas))
+        self.replica_batch_nbytes = batch_nbytes(self._cluster, _replica_span(topology))
 
     def plans(self) -> Plans:
         """Where orders will be recorded."""
@@ -80,6 +93,10 @@ class Choices:
 
 def _span(topology: Topology) -> Span:
     return Span.over([topology.node_of[rank] for rank in topology.partition_groups[0]])
+
+
+def _replica_span(topology: Topology) -> Span:
+    return Span.over([topology.node_of[rank] for rank in topology.replication_groups()[0]])
 
 
 def _nbytes(site: Site, settings: Settings) -> int:

@@ -44,7 +44,9 @@ class GroupCollectives:
         axis: str,
         counter: TrafficCounter,
         liveness: Liveness | None,
+        exchange: bool = False,
     ) -> None:
+        self._exchange = exchange  # reduce by exchanging chunks, whatever the backend
         self._group = group  # None: a world of one process that never called init_process_group
         self._axis = axis
         self._counter = counter
@@ -85,7 +87,7 @@ class GroupCollectives:
             return
         self._count("reduce_scatter", (self._size - 1) * _nbytes(out))
         if self._is_gloo(buffer):
-            self._ordered_reduce_scatter(out, buffer, label)
+            self._exchange_and_add(out, buffer, label, buffer.dtype)
         else:
             self._call("reduce-scatter", label, _reduce_scatter, out, buffer)
 
@@ -95,7 +97,7 @@ class GroupCollectives:
         self._count("all_reduce", 2 * (self._size - 1) * _nbytes(tensor) // self._size)
         if self._is_gloo(tensor) and not maximum and tensor.numel() % self._size == 0:
             own = tensor.view(self._size, -1)[self._position]
-            self._ordered_reduce_scatter(own, tensor, label)
+            self._exchange_and_add(own, tensor, label, tensor.dtype)
             self._gather_bytes(_bytes(tensor), _bytes(own), label)
             return
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
@@ -133,9 +135,12 @@ class GroupCollectives:
 
     def reduce_together(self, pairs: Pairs, label: str, wire: torch.dtype | None = None) -> None:
         """``reduce_scatter`` of all pairs (out, buffer) likewise; ``wire``: the format on the way."""
-        if self._size > 1 and wire is not None and wire.itemsize < pairs[0][1].dtype.itemsize:
+        narrow = wire is not None and wire.itemsize < pairs[0][1].dtype.itemsize
+        if self._size > 1 and (narrow or self._exchange):
             for out, buffer in pairs:
-                self._narrow_reduce_scatter(out, buffer, label, wire)
+                dtype = buffer.dtype if wire is None else wire
+                self._count("reduce_scatter", (self._size - 1) * out.numel() * dtype.itemsize)
+                self._exchange_and_add(out, buffer, label, dtype)
         elif not self._coalesces(pairs):
             for out, buffer in pairs:
                 self.reduce_scatter(out, buffer, label)
@@ -153,7 +158,8 @@ class GroupCollectives:
                 self.all_reduce(tensor, label)
             elif self._size > 1:
                 own = tensor.view(self._size, -1)[self._position]
-                self._narrow_reduce_scatter(own, tensor, label, wire)
+                self._count("reduce_scatter", (self._size - 1) * own.numel() * wire.itemsize)
+                self._exchange_and_add(own, tensor, label, wire)
                 rounded = self._staged("sent", tensor, wire)
                 rounded.view(self._size, -1)[self._position].copy_(own)
                 self.all_gather(rounded, rounded.view(self._size, -1)[self._position], label)
@@ -163,14 +169,17 @@ class GroupCollectives:
         same_format = len({shard.dtype for _, shard in pairs}) == 1
         return len(pairs) > 1 and self._size > 1 and same_format and not self._is_gloo(pairs[0][0])
 
-    def _narrow_reduce_scatter(self, out: Tensor, buffer: Tensor, label: str, wire: torch.dtype) -> None:
+    def _exchange_and_add(self, out: Tensor, buffer: Tensor, label: str, wire: torch.dtype) -> None:
         """Send every member its chunk in ``wire``, and add up what comes in the buffer's own format.
 
-        A backend's own reduce-scatter would add in the narrow format, and round at every member it passes.
+        One hop instead of one for each member. And a backend's own reduce-scatter would add in the format of
+        the wire, and round at every member it passes.
         """
-        sent, received = (self._staged(use, buffer, wire) for use in ("sent", "received"))
-        sent.copy_(buffer)
-        self._count("reduce_scatter", (self._size - 1) * _nbytes(sent) // self._size)
+        received = self._staged("received", buffer, wire)
+        sent = buffer
+        if wire is not buffer.dtype:
+            sent = self._staged("sent", buffer, wire)
+            sent.copy_(buffer)
         self._call("reduce-scatter", label, dist.all_to_all_single, *self._on_wire(received, sent))
         _add_up(out, received.view(self._size, -1))
 
@@ -184,12 +193,6 @@ class GroupCollectives:
         # user has written there meanwhile.
         chunks[self._position] = self._staged("received", shard)
         self._call("all-gather", label, dist.all_gather, chunks, shard)
-
-    def _ordered_reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
-        """Exchange chunks, then add them member by member. ``buffer``: [size * out.numel()]."""
-        received = self._staged("received", buffer)
-        self._call("reduce-scatter", label, dist.all_to_all_single, *self._on_wire(received, buffer))
-        _add_up(out, received.view(self._size, -1))
 
     def _on_wire(self, *tensors: Tensor) -> list[Tensor]:
         """gloo does not know every format, and moving data needs none."""

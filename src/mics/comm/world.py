@@ -109,15 +109,21 @@ class World:
         *,
         overlap: bool,
         share_links: bool = False,
+        exchange_replicas: bool = False,
     ) -> MeshCollectives:
         """The collectives of both mesh axes and of the world, for this rank.
 
-        With ``share_links`` gathers and reductions inside the partition group take turns on one lane.
+        With ``share_links`` gathers and reductions inside the partition group take turns on one lane; with
+        ``exchange_replicas`` replicas add up what each sends to each, in place of a ring.
         """
 
-        def over(axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "") -> GroupCollectives:
+        def over(
+            axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "", *, exchange: bool = False
+        ) -> GroupCollectives:
             group = self.group(groups, purpose if overlap else "")
-            return GroupCollectives(group, axis=axis, counter=counter, liveness=self.liveness)
+            return GroupCollectives(
+                group, axis=axis, counter=counter, liveness=self.liveness, exchange=exchange
+            )
 
         stages = [topology.stages(rank) for rank in range(self.size)]
         # Every rank makes every group, in one order, also those it is not a member of.
@@ -138,7 +144,9 @@ class World:
 
         gathers, reductions = ("partition",) * 2 if share_links else ("gather", "reduce")
         gather, reduce = partition(gathers), partition(reductions)
-        replication = over("replication", topology.replication_groups(), "replicas")
+        replication = over(
+            "replication", topology.replication_groups(), "replicas", exchange=exchange_replicas
+        )
         assert replication.position == topology.piece(self.rank), "torch ordered a group differently"
         # Models share process groups, so they share lanes: one order of jobs for each group.
         lanes = self._lanes.setdefault((device, overlap), Lanes(device, overlap=overlap))
