@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mics.bench.measure import measure
 from mics.bench.plan import Plan
+from mics.train.ranks import share_gpu
 
 
 def work(plan: Plan, results: Path, numbers: list[int]) -> None:
@@ -41,17 +42,10 @@ def _join(device: str) -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     if device == "cuda":
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
-            _share_gpus()
+            share_gpu(int(os.environ["RANK"]), os.environ)
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
-
-
-def _share_gpus() -> None:
-    """Let several ranks have one GPU: NCCL takes them when each claims a host of its own."""
-    own = {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_P2P_DISABLE": "1", "NCCL_NET": "Socket"}
-    for name, value in (own | {"NCCL_SOCKET_IFNAME": "lo"}).items():
-        os.environ.setdefault(name, value)
 
 
 def _append(results: Path, line: str) -> None:

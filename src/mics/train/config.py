@@ -117,6 +117,10 @@ class ShardingSettings:
     """Divide optimizer state over all ranks, or over the partition group only."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Format of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Masters are fp32."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients travel inside a partition group; they are accumulated in fp32."""
+    replica_reduce: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients travel between replicas, once a step; they are added up in fp32."""
 
     def __post_init__(self) -> None:
         size = self.partition_size

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -17,6 +18,8 @@ from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, describe_run, show_results, write_results
+
+_FORMATS: Final = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def run_rank(config: TrainConfig) -> None:
@@ -59,7 +62,11 @@ def _prepare(config: TrainConfig, me: Rank) -> _Run:
         model,
         partition_size=config.sharding.partition_size,
         optimizer_sharding=config.sharding.optimizer_sharding,
-        precision=mics.Precision(param=_param_dtype(config.sharding)),
+        precision=mics.Precision(
+            param=_FORMATS[config.sharding.precision],
+            reduce=_FORMATS[config.sharding.reduce] or torch.float32,
+            replica_reduce=_FORMATS[config.sharding.replica_reduce],
+        ),
     )
     optimizer = _build_optimizer(model, config, decayed=matrices)
     on_gpu = me.device.type == "cuda"
@@ -177,10 +184,6 @@ def _learning_rate(config: TrainConfig) -> Callable[[int], float]:
         )
 
     return share
-
-
-def _param_dtype(settings: ShardingSettings) -> torch.dtype | None:
-    return {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}[settings.precision]
 
 
 def _precision_name(settings: ShardingSettings, me: Rank) -> str:
