@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from mics.activations import Activations
 from mics.api import clip_grad_norm_, microsteps, shard, traffic
 from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
@@ -24,6 +25,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+source"
 
 __all__ = [
+    "Activations",
     "Cluster",
     "CollectiveError",
     "Emulation",

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from mics.activations import Activations, apply_activations
 from mics.assign import Site
 from mics.boundary import Boundary
 from mics.buffers import BufferSync
@@ -55,6 +56,7 @@ def shard(
     optimizer_sharding: OptimizerSharding = "world",
     precision: Precision | None = None,
     prefetch: Literal["auto"] | int | Prefetch = "auto",
+    activations: Activations | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place over partition groups and return it.
 
@@ -74,6 +76,8 @@ def shard(
             "auto" takes as many as the cost model says hide the gathers. Gradients are reduced and new
             parameters spread beside the computation too, unless it is 0: then everything runs where it is
             issued.
+        activations: which units are computed again in the backward, and what of their activations goes to
+            host memory meanwhile; None leaves the model as it is.
 
     The cost model takes the network to be an ordinary one. ``MICS_CLUSTER`` tells it better: the name of a
     cluster or a file, as for ``mics emulate --cluster``.
@@ -92,6 +96,7 @@ def shard(
             optimizer_sharding=optimizer_sharding,
             precision=precision or Precision(),
             prefetch=prefetch,
+            activations=activations,
             nodes=nodes,
         )
     except Exception as caught:
@@ -194,10 +199,20 @@ def _build(
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )
     synchronize_buffers = BufferSync(model, mesh.world)
+    offloader = None
+    if settings.activations is not None:
+        offloader = apply_activations(
+            settings.activations,
+            [site.module for site in settings.sites if site.is_block],
+            device=settings.device,
+            is_parameter=lambda tensor: any(unit.holds(tensor) for unit in all_units if unit.gathered),
+        )
 
     def before_forward() -> None:
         if torch.is_grad_enabled():
             boundary.allocate()
+        if offloader is not None:
+            offloader.begin()
         synchronize_buffers()
 
     schedule = Schedule(
@@ -221,6 +236,7 @@ def _build(
         boundary=boundary,
         traffic=counter,
         device=settings.device,
+        offloader=offloader,
     )
     attach_engine(model, engine)
     return model

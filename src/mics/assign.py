@@ -28,6 +28,7 @@ class Site:
     name: str  # dotted; "" is the root
     module: nn.Module
     params: tuple[ParamRef, ...]
+    is_block: bool = False  # a module that was chosen as a unit, and not one that holds what is left over
 
 
 def assign_sites(model: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None = None) -> list[Site]:
@@ -52,7 +53,10 @@ def assign_sites(model: nn.Module, units: Iterable[nn.Module | type[nn.Module]] 
         owner = _owner(reaching, chosen, above_units)
         members.setdefault(id(owner), []).append(ref)
         modules[id(owner)] = owner
-    return [Site(name=names[key], module=modules[key], params=tuple(refs)) for key, refs in members.items()]
+    return [
+        Site(name=names[key], module=modules[key], params=tuple(refs), is_block=key in chosen)
+        for key, refs in members.items()
+    ]
 
 
 def list_params(model: nn.Module) -> list[ParamRef]:

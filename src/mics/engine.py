@@ -11,6 +11,7 @@ from mics.boundary import Boundary
 from mics.comm import TrafficCounter, World
 from mics.comm.world import MeshCollectives
 from mics.errors import SettingsError
+from mics.offload import Offloader
 from mics.schedule import Schedule
 from mics.topology import Topology
 from mics.unit import Unit
@@ -31,6 +32,7 @@ class Engine:
     boundary: Boundary
     traffic: TrafficCounter
     device: torch.device
+    offloader: Offloader | None = None
 
 
 def attach_engine(model: nn.Module, engine: Engine) -> None:

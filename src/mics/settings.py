@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from mics.activations import Activations
 from mics.assign import Site, assign_sites
 from mics.clusters import assumed_cluster, find_cluster
 from mics.comm import World
@@ -43,6 +44,7 @@ class Settings:
     cluster: Cluster
     """What the cost model takes the cluster to be."""
     device: torch.device
+    activations: Activations | None
     sites: list[Site]
     buffers: list[tuple[str, Tensor]]
 
@@ -58,6 +60,7 @@ def check_settings(
     optimizer_sharding: OptimizerSharding,
     precision: Precision,
     prefetch: Literal["auto"] | int | Prefetch,
+    activations: Activations | None,
     nodes: Sequence[str],
 ) -> Settings:
     if not isinstance(model, nn.Module):
@@ -87,6 +90,8 @@ def check_settings(
         )
     if not isinstance(precision, Precision):
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
+    if activations is not None and not isinstance(activations, Activations):
+        raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
     device = _device_of(model, world)
     return Settings(
         partition_groups=_partition_groups(world, partition_size, mesh),
@@ -96,6 +101,7 @@ def check_settings(
         prefetch=_prefetch(prefetch),
         cluster=_cluster(device, nodes),
         device=device,
+        activations=activations,
         buffers=list(model.named_buffers()),
         sites=assign_sites(model, [units] if isinstance(units, type) else units),
     )

@@ -128,6 +128,10 @@ class Unit:
         """The gathered parameters: [numel]."""
         return self.memory.flat
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is part of the gathered parameters."""
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+
     @property
     def is_arriving(self) -> bool:
         """Whether it has been sent for and not been used yet."""

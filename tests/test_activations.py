@@ -1,0 +1,203 @@
+"""Units that are computed again, and activations that go to host memory: the same bits as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mics
+from mics.engine import engine_of
+from tests.ranks import run_ranks
+
+_WIDTH = 64
+_ROWS = 300  # a saved input has 75 KiB: large enough to be moved
+
+
+class Block(nn.Module):
+    """With dropout, so that recomputation must repeat random numbers; and a list that may carry results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, 2 * _WIDTH)
+        self.down = nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        hidden = torch.dropout(torch.tanh(self.up(x.t().t())), 0.1, self.training)
+        out = x + self.down(hidden)
+        return out if skip is None else out + skip
+
+
+class Stack(nn.Module):
+    """Blocks in a chain; the first block's output is read again by later ones, as a view."""
+
+    def __init__(self, num_blocks: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Linear(_WIDTH, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        skip = None
+        for number, block in enumerate(self.blocks):
+            x = block(x, skip=skip if number % 2 else None)
+            skip = x.view(-1, _WIDTH) if skip is None else skip
+        return x.square().mean()
+
+
+def _losses(activations: mics.Activations | None, partition_size: int, scenario: str) -> list[float]:
+    torch.manual_seed(0)
+    model = mics.shard(Stack(), partition_size=partition_size, activations=activations)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for step in range(5):
+        batches = list(torch.rand(2, _ROWS, _WIDTH, generator=generator))
+        torch.manual_seed(step)
+        if scenario == "several forwards":
+            losses = [model(batch) for batch in batches]
+            (losses[0] + losses[1]).backward()
+        elif scenario == "evaluation and failures":
+            with torch.no_grad():
+                found.append(model(batches[0]).item())
+            model(batches[0])  # never used: everything it saved is let go
+            with pytest.raises(RuntimeError, match="on purpose"):
+                _fail_in_forward(model, batches[0])
+            losses = [model(batches[1])]
+            losses[0].backward(retain_graph=True)
+            losses[0].backward()
+        else:
+            losses = []
+            for batch in mics.microsteps(model, batches):
+                losses.append(model(batch))
+                losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item() for loss in losses]
+    return found
+
+
+def _fail_in_forward(model: nn.Module, batch: Tensor) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = model.blocks[3].down.register_forward_pre_hook(fail)  # type: ignore[union-attr,index]
+    try:
+        model(batch)
+    finally:
+        handle.remove()
+
+
+_POLICIES = {
+    "checkpoint": mics.Activations(),
+    "offload": mics.Activations(offload=True),
+    "half": mics.Activations(offload=0.5),
+    "bytes": mics.Activations(offload=200_000, keep_last=0),
+    "every other": mics.Activations(checkpoint=2, offload=True, keep_last=2),
+    "no checkpoint": mics.Activations(checkpoint="none", offload=True),
+}
+
+
+@pytest.mark.parametrize("scenario", ["micro-steps", "several forwards", "evaluation and failures"])
+@pytest.mark.parametrize("partition_size", [1, 2])
+def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None:
+    """Dropout, skip connections, views, accumulation, forwards that fail or lead nowhere."""
+    plain = run_ranks(2, _losses, None, partition_size, scenario)
+    for name, policy in _POLICIES.items():
+        assert run_ranks(2, _losses, policy, partition_size, scenario) == plain, name
+
+
+def _traffic(policy: mics.Activations) -> dict[str, Any]:
+    model = mics.shard(Stack(), partition_size=1, activations=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    offloader = engine_of(model).offloader
+    assert offloader is not None
+    allocations, offloaded = [], []
+    for _ in range(4):
+        loss = model(torch.rand(_ROWS, _WIDTH))
+        offloaded.append(offloader._offloaded_nbytes)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        allocations.append(offloader.pool.num_allocations)
+    del loss
+    return {
+        "allocations": allocations,
+        "offloaded": offloaded,
+        "free": sum(map(len, offloader.pool._free.values())),
+    }
+
+
+def test_a_steady_step_reuses_its_buffers() -> None:
+    """What the first step took serves all others, and everything is given back."""
+    found = _traffic(mics.Activations(offload=True))
+    assert len(set(found["allocations"])) == 1
+    assert found["free"] == found["allocations"][-1] > 0
+
+
+def test_the_last_ones_and_what_is_over_the_budget_stay() -> None:
+    unit = _ROWS * _WIDTH * 4
+    assert _traffic(mics.Activations(offload=True, keep_last=2))["offloaded"][-1] == 3 * unit
+    assert _traffic(mics.Activations(offload=2 * unit))["offloaded"] == [2 * unit] * 4
+    # Five inputs are saved; the first one is read again, and counts once.
+    assert _traffic(mics.Activations(offload=0.4, keep_last=0))["offloaded"][-1] == 2 * unit
+
+
+def test_a_full_host_is_an_error_that_says_how_much() -> None:
+    model = mics.shard(Stack(), partition_size=1, activations=mics.Activations(offload=True))
+    with (
+        patch("mics.offload._available_nbytes", return_value=1 << 20),
+        pytest.raises(mics.MicsError, match="host memory for saved activations, found 1 MiB"),
+    ):
+        model(torch.rand(_ROWS, _WIDTH))
+
+
+def test_an_edit_of_what_stays_is_noticed() -> None:
+    """As torch notices it without offload; what has left keeps the values it had."""
+    model = mics.shard(nn.ModuleList([nn.Tanh()]), partition_size=1)
+    del model
+
+    class Edits(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            out = self.blocks[1](self.blocks[0](x))
+            x.mul_(2)
+            return out.sum()
+
+    edits = mics.shard(Edits(2), partition_size=1, activations=mics.Activations(offload=1.0, keep_last=2))
+    edits(torch.rand(_ROWS, _WIDTH))
+    loss = edits(torch.rand(_ROWS, _WIDTH))
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"checkpoint": 0}, {"checkpoint": "some"}, {"offload": 1.5}, {"offload": -1}, {"keep_last": -1}],
+)
+def test_bad_settings(wrong: dict[str, Any]) -> None:
+    with pytest.raises(mics.SettingsError, match=next(iter(wrong))):
+        mics.Activations(**wrong)
+
+
+def test_a_callable_chooses() -> None:
+    """Whose forward is computed again: twice as many calls of its submodules."""
+    torch.manual_seed(0)
+    stack = Stack(3)
+    chosen = stack.blocks[1]
+    calls: dict[nn.Module, int] = {}
+
+    def count(module: nn.Module, *_: Any) -> None:
+        calls[module] = calls.get(module, 0) + 1
+
+    for block in stack.blocks:
+        block.up.register_forward_hook(count)  # type: ignore[union-attr]
+    pick: Callable[[nn.Module], bool] = lambda module: module is chosen  # noqa: E731
+    mics.shard(stack, partition_size=1, activations=mics.Activations(checkpoint=pick))
+    stack(torch.rand(_ROWS, _WIDTH)).backward()
+    assert [calls[block.up] for block in stack.blocks] == [1, 2, 1]  # type: ignore[index,union-attr]
