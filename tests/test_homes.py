@@ -27,7 +27,7 @@ def _chain(num_blocks: int) -> list[Event]:
 def _recorded(events: list[Event], sizes: dict[int, int], prefetch: int) -> Recorded:
     order = [event.unit for event in events if event.needed]
     plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=prefetch))
-    return Recorded(events=events, sent_at=plan.sent_at(), first=plan.first_units)
+    return Recorded(events=events, sent_at=plan.sent_at(), first=plan.first_units, staying=())
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])

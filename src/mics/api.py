@@ -265,7 +265,6 @@ def _build_sites(
                 module=site.module,
                 units=units,
                 cast_to=lowered[0] if lowered else None,
-                needed_in_backward=type(site.module) is not nn.Embedding,
             )
         )
     scheduled += _holders_elsewhere(settings.sites, scheduled)

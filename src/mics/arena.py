@@ -16,7 +16,7 @@ from mics.homes import Event, Recorded, plan_homes
 from mics.plans import Plan
 from mics.unit import Unit
 
-_MAX_ORDERS = 4  # that homes are planned for at the same time
+_MAX_ORDERS = 8  # that are remembered
 
 
 @dataclass(eq=False)
@@ -25,24 +25,34 @@ class _Order:
 
     plan: Plan
     events: list[Event]
+    staying: frozenset[int]
     times: int = 1
 
     def recorded(self) -> Recorded:
-        return Recorded(events=self.events, sent_at=self.plan.sent_at(), first=self.plan.first_units)
+        return Recorded(
+            events=self.events,
+            sent_at=self.plan.sent_at(),
+            first=self.plan.first_units,
+            staying=self.staying,
+        )
 
 
 class Arena:
     """Who lives where, and which orders that was planned for."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.num_planned = 0  # times that homes were given
+        self.num_planned = 0  # times that homes were given, or given up
         self.nbytes = 0
         self._units = {unit.spec.index: unit for unit in units if unit.memory.is_own}
+        self._left_out: set[int] = set()
         self._events: list[Event] = []  # gathers and releases since the forward began
+        self._staying: set[int] = set()  # units that were in use until the backward's end
         self._orders: list[_Order] = []  # the latest first
         self._covered: list[Plan] = []
         self._possible: list[Plan] = []  # covered orders that began as this forward did
         self._num_needed = 0  # gathers since the forward began
+        self._gives_up = False
+        self._wait, self._waited = 0, 0  # boundaries until homes may be given again
 
     def note(self, unit: Unit, *, needed: bool) -> None:
         """A unit is needed, or released."""
@@ -59,39 +69,78 @@ class Arena:
         position, index = self._num_needed, unit.spec.index
         return [plan for plan in self._possible if plan.order[position : position + 1] == (index,)]
 
+    def stays(self, unit: Unit) -> None:
+        """A unit is released only because the backward is over: how long it was needed nobody saw.
+
+        Another backward may need it beside any other unit, so nobody shares its home.
+        """
+        self._staying.add(unit.spec.index)
+
+    def leave_out(self, unit: Unit) -> None:
+        """Have a unit live in memory of its own for good."""
+        self._left_out.add(unit.spec.index)
+        unit.live(at_home=False)
+
+    def give_up(self) -> None:
+        """Homes turned out wrong: from the next forward on nobody has one, until orders settle again."""
+        self._gives_up = True
+
+    def forget_current(self) -> None:
+        """What happened since the forward began led nowhere."""
+        self._events, self._staying, self._num_needed, self._possible = [], set(), 0, []
+
     def finish(self, plan: Plan | None) -> None:
         """What happened up to here is what happens when ``plan`` is followed."""
-        events, self._events = self._events, []
-        self._num_needed, self._possible = 0, self._covered
-        if plan is None:
+        events, staying = self._events, frozenset(self._staying)
+        self.forget_current()
+        if self._gives_up:
+            self._give_up()
+        self._possible = self._covered
+        if plan is None or [event.unit for event in events if event.needed] != list(plan.order):
             return
         for order in self._orders:
             if order.plan.order == plan.order:
-                order.plan, order.events = plan, events
+                order.plan, order.events, order.staying = plan, events, order.staying | staying
                 order.times += 1
                 return
-        self._orders = [_Order(plan, events), *self._orders][:_MAX_ORDERS]
-
-    def _covers(self, plan: Plan) -> bool:
-        return any(plan is covered for covered in self._covered)
+        self._orders.insert(0, _Order(plan, events, staying))
+        if len(self._orders) > _MAX_ORDERS:
+            # An order that comes again and again is not pushed out by ones that came once.
+            self._orders.remove(min(reversed(self._orders[1:]), key=lambda order: order.times))
 
     def wants_planning(self) -> bool:
-        """Whether an order has settled that homes were not planned for."""
-        return bool(self._units) and any(not self._covers(each.plan) for each in self._settled())
+        """Whether an order has settled that homes were not planned for. Asked once a boundary.
+
+        Every time homes are given it takes twice as long until they are given again: orders that go on
+        changing must not move everybody all the time.
+        """
+        self._waited += 1
+        settled = any(each.plan not in self._covered for each in self._settled())
+        return bool(self._units) and settled and self._waited >= self._wait
+
+    def _give_up(self) -> None:
+        self._gives_up = False
+        for unit in self._units.values():
+            unit.move_out()
+        self._orders, self._covered = [], []
+        self.num_planned += 1
 
     def give_homes(self) -> None:
         """Plan homes for all settled orders, allocate the arena, and let units move in."""
         settled = self._settled()
         self._covered = self._possible = [each.plan for each in settled]
+        self._wait, self._waited = 2 * self._wait + 1, 0
         sizes = {index: unit.memory.nbytes for index, unit in self._units.items()}
-        homes = plan_homes([each.recorded() for each in settled], sizes)
+        homes = plan_homes([each.recorded() for each in settled], sizes, leave_out=self._left_out)
         device = next(iter(self._units.values())).device
-        for index in homes.offsets:
-            self._units[index].move_out()
+        for unit in self._units.values():
+            unit.move_out()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # once: what gathered units have used up to here is free from now on
         arena = torch.empty(homes.nbytes, dtype=torch.uint8, device=device)
         for index, offset in homes.offsets.items():
+            if index in self._left_out:
+                continue
             neighbours = [self._units[other] for other in homes.neighbours(index, sizes)]
             self._units[index].move_in(arena[offset : offset + sizes[index]], neighbours)
         self.num_planned += 1

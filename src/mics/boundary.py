@@ -55,6 +55,9 @@ class Boundary:
         self._fresh_grads = False  # a backward has run since the ranks last agreed
         # New values, and hop 2 where nobody announced it, take units together up to this many bytes.
         self._batch_nbytes = replica_batch_nbytes
+        self._edits_show = mesh.replication.size == 1 and any(
+            unit.master is unit.param_shard for unit in self.trainable
+        )
         self._in_use: InUse | None = None  # full gradients that are being laid out
         self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
 
@@ -238,7 +241,9 @@ class Boundary:
             units = self._schedule.forward_order(units)
         for batch in batches_of(units, self._batch_nbytes):
             refresh_together(batch)
-        if self._schedule is not None:
+        # Where parameters and masters are one memory, an edit of either through ``.data`` (clamping, say) is
+        # seen by a gather that comes after it: so nothing is gathered before the next forward begins.
+        if self._schedule is not None and not self._edits_show:
             self._schedule.start_next_forward()
 
 

@@ -29,6 +29,8 @@ class Recorded:
     events: Sequence[Event]
     sent_at: Sequence[int]
     """For each gather the number of the gather at which it is sent for; -1: before the first."""
+    staying: Collection[int]
+    """Units that may be in use beside any other."""
     first: Collection[int]
     """Units that the next micro-step needs first: sent for, or kept, while this one's last is at work."""
 
@@ -50,10 +52,12 @@ class Homes:
         ]
 
 
-def plan_homes(recorded: Sequence[Recorded], sizes: Mapping[int, int]) -> Homes:
-    """Give every unit its place. ``sizes`` are in bytes."""
+def plan_homes(
+    recorded: Sequence[Recorded], sizes: Mapping[int, int], *, leave_out: Collection[int] = ()
+) -> Homes:
+    """Give every unit its place, but for those to ``leave_out``. ``sizes`` are in bytes."""
     by_step = [_lifetimes(each) for each in recorded]
-    units = {unit for lifetimes in by_step for unit in lifetimes}
+    units = {unit for lifetimes in by_step for unit in lifetimes if unit not in leave_out}
     placed: dict[int, int] = {}
     # Large units first: small ones then fill what is left between them.
     for unit in sorted(units, key=lambda found: (-sizes[found], found)):
@@ -84,6 +88,8 @@ def _lifetimes(recorded: Recorded) -> dict[int, list[tuple[int, int]]]:
         found.setdefault(events[position].unit, []).append((start, ends[position]))
     for unit in recorded.first:
         found.setdefault(unit, []).append((needed_at[-1], len(events)))
+    for unit in recorded.staying:
+        found[unit] = [(-1, len(events))]
     return found
 
 

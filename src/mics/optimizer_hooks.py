@@ -13,7 +13,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.boundary import Boundary
@@ -54,10 +53,10 @@ class _Place:
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # sharded parameter -> _Place
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter from before sharding -> its name
-_in_place: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # state is contiguous
-_members: WeakKeyDictionary[Optimizer, tuple[int, dict[Boundary, list[tuple[Unit, int]]]]] = (
-    WeakKeyDictionary()
-)
+_in_place: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether its state is contiguous
+_Members = list[tuple[ref[Boundary], list[tuple[ref[Unit], int]]]]
+# Weak: an optimizer that its model holds would keep both alive for ever.
+_members: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], _Members]] = WeakKeyDictionary()
 
 
 def allow_optimizer(optimizer_class: type[Optimizer]) -> type[Optimizer]:
@@ -90,8 +89,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found = _find_members(optimizer)
-    if found and optimizer not in _in_place:
-        _in_place[optimizer] = optimizer.register_load_state_dict_post_hook(_forget_places)
+    if found and not _in_place.get(optimizer, False):
+        if optimizer not in _in_place:
+            optimizer.register_load_state_dict_post_hook(_forget_places)
+        _in_place[optimizer] = True
         make_contiguous(optimizer, [unit.shards[i] for members in found.values() for unit, i in members])
     for boundary, members in found.items():
         boundary.after_step(members)
@@ -99,15 +100,15 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _forget_places(optimizer: Optimizer) -> None:
     """Loaded state is new tensors: bring them together after the next step."""
-    _in_place.pop(optimizer).remove()
+    _in_place[optimizer] = False
 
 
 def _find_members(optimizer: Optimizer) -> dict[Boundary, list[tuple[Unit, int]]]:
-    """The sharded parameters of ``optimizer`` by model, looked up again when its groups have grown."""
-    size = sum(len(group["params"]) for group in optimizer.param_groups)
+    """The sharded parameters of ``optimizer`` by model, looked up again when its groups have changed."""
+    params = tuple(id(param) for group in optimizer.param_groups for param in group["params"])
     cached = _members.get(optimizer)
-    if cached is not None and cached[0] == size:
-        return cached[1]
+    if cached is not None and cached[0] == params:
+        return _alive(cached[1])
     members: dict[Boundary, list[tuple[Unit, int]]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -123,8 +124,19 @@ def _find_members(optimizer: Optimizer) -> dict[Boundary, list[tuple[Unit, int]]
                 members.setdefault(boundary, []).append((unit, place.index))
     if members:
         _check_elementwise(optimizer)
-    _members[optimizer] = (size, members)
+    weak = [(ref(b), [(ref(unit), index) for unit, index in units]) for b, units in members.items()]
+    _members[optimizer] = (params, weak)
     return members
+
+
+def _alive(members: _Members) -> dict[Boundary, list[tuple[Unit, int]]]:
+    found: dict[Boundary, list[tuple[Unit, int]]] = {}
+    for weak, entries in members:
+        boundary = weak()
+        if boundary is not None:
+            units = [(unit(), index) for unit, index in entries]
+            found[boundary] = [(unit, index) for unit, index in units if unit is not None]
+    return found
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:

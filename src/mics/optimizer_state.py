@@ -23,6 +23,7 @@ def make_contiguous(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Non
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor) and value.shape == param.shape and _stands_alone(value):
                 entries.setdefault(key, []).append((param, value))
+    on_gpu = any(value.is_cuda for found in entries.values() for _, value in found)
     for key, found in entries.items():
         if len(found) == 1:
             continue
@@ -33,7 +34,7 @@ def make_contiguous(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Non
             param, value, part = parts.pop()
             home = part.tensor().view(value.shape)
             optimizer.state[param][key] = home.copy_(value)
-    if entries and next(iter(optimizer.param_groups))["params"][0].is_cuda:
+    if on_gpu:
         torch.cuda.empty_cache()  # once: the pieces that are empty now would be in the way of larger ones
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,7 @@ from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
 _DIGEST_MODULUS = 1 << 24
+_MAX_PUT_OFF = 2  # boundaries
 
 
 @dataclass(eq=False)
@@ -42,6 +43,8 @@ class _Call:
     values: int  # of the parameters' versions in the forward
     num_planned: int  # times that homes had been given
     at_home: tuple[bool, ...]  # where each unit of the site was
+    needs_params: bool  # whether backward reads the parameters
+    entered: bool = False  # a backward has come
     live_in: int = 0  # number of the backward that is inside this call; 0: none
 
 
@@ -61,7 +64,7 @@ class ScheduledSite:
     module: nn.Module
     units: list[Unit]
     cast_to: torch.dtype | None = None  # format that floating-point inputs are brought to
-    needed_in_backward: bool = True  # whether backward reads the parameters: that of an embedding does not
+    num_waiting: int = 0  # calls since the last optimizer step that no backward has come to yet
     depth: int = 0  # forwards under way
     num_live: int = 0  # calls whose backward is under way
     reached: bool = False  # by the current backward
@@ -94,8 +97,7 @@ class Schedule:
         self.sites = list(sites)
         self.plans = plans
         self.rows = 0  # the most rows that a unit's forward has multiplied its matrices with
-        # By name of the site: forwards that a backward may still go through.
-        self._open_calls: dict[str, WeakSet[_Call]] = {}
+        self._num_put_off = 0  # times that homes were to be given and backwards were still to come
         self.suspended = False  # while parameters are summoned
         self.more_to_come = False  # another micro-step follows with these parameters
         self.digest = 0  # of all gathers and reductions since the last boundary
@@ -197,16 +199,22 @@ class Schedule:
         """A module reads a parameter of a released unit."""
         if self.suspended or (self._depth == 0 and not self._in_backward):
             return
-        self._on_demand[unit.spec.index] = unit
+        if unit.spec.index not in self._on_demand:
+            self._on_demand[unit.spec.index] = unit
+            # No call says where it was in the forward: it is always gathered in memory of its own.
+            self.arena.leave_out(unit)
         self._gather([unit])
 
     # -- backward -----------------------------------------------------------------------------------
 
     def _watch_inputs(self, site: ScheduledSite, inputs: Any) -> _Forward:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        places = tuple(unit.memory.at_home for unit in site.units)
-        call = _Call(values=site.values(), num_planned=self.arena.num_planned, at_home=places)
-        self._open_calls.setdefault(site.name, WeakSet()).add(call)
+        call = _Call(
+            values=site.values(),
+            num_planned=self.arena.num_planned,
+            at_home=tuple(unit.memory.at_home for unit in site.units),
+            needs_params=not _is_plain_embedding(site.module),
+        )
         for tensor in watched.values():
             if tensor.is_leaf:
                 self._watch_leaf(site, call, tensor)
@@ -236,6 +244,7 @@ class Schedule:
             if key in forward.inputs and forward.inputs[key] is tensor.grad_fn:
                 continue
             tensor.register_hook(partial(self._enter, site, forward.call))
+        site.num_waiting += bool(watched)
         return bool(watched)
 
     def _side_outputs(self, site: ScheduledSite) -> list[Any]:
@@ -272,7 +281,7 @@ class Schedule:
                 "changed by an optimizer step or an edit since; run backward before the step, or "
                 "forward again"
             )
-        if call.num_planned != self.arena.num_planned and site.needed_in_backward:
+        if call.num_planned != self.arena.num_planned and call.needs_params:
             raise MicsError(
                 f"backward through {site.name or 'the model'!r}: expected a forward of since the units "
                 "were given their places in memory (after the first optimizer steps, and when the order of "
@@ -281,9 +290,11 @@ class Schedule:
         if call.live_in != self._num_backwards:
             call.live_in = self._num_backwards
             site.num_live += 1
-            self._open_calls[site.name].discard(call)
+        if not call.entered:
+            call.entered = True
+            site.num_waiting -= 1
         site.reached = True
-        if site.needed_in_backward:
+        if call.needs_params:
             self._return_to_places(site, call)
             self._gather(site.units)
 
@@ -317,7 +328,7 @@ class Schedule:
         for site in self.sites:
             site.num_live, site.reached = 0, False
         for site in reversed(self.sites):
-            self._finish(site.units)
+            self._finish(site.units, at_the_end=True)
         self._in_backward = False
         if self.more_to_come:
             self.start_next_forward()
@@ -337,14 +348,21 @@ class Schedule:
         Called after an optimizer step, and put off while a backward is still to come: tensors that it saved
         are at the old addresses.
         """
-        wanted = self.plans.is_final and self.plans.prefetch.units > 0
-        if not wanted or self._in_backward or self._depth or any(self._open_calls.values()):
+        # By counting calls, not by looking at who still holds a graph: all ranks must come to one answer.
+        num_waiting = sum(site.num_waiting for site in self.sites)
+        for site in self.sites:
+            site.num_waiting = 0
+        if self._in_backward or self._depth or not self.plans.is_final or self.plans.prefetch.units == 0:
             return
         self.arena.finish(self.plans.begin())
-        if self.arena.wants_planning():
-            for unit in self._units:
-                unit.release()
-            self.arena.give_homes()
+        if not self.arena.wants_planning():
+            return
+        # Outputs that no loss is made of never see a backward. One that comes all the same is refused.
+        if num_waiting and self._num_put_off < _MAX_PUT_OFF:
+            self._num_put_off += 1
+            return
+        self._num_put_off = 0
+        self.arena.give_homes()
 
     def _notice_failed_backward(self) -> None:
         if self._in_backward and (self._ender is None or self._ender() is None):
@@ -354,6 +372,7 @@ class Schedule:
         """The last backward failed half-way: forget what it left."""
         self._in_backward = False
         self.plans.forget_current()
+        self.arena.forget_current()
         for site in self.sites:
             site.num_live, site.reached = 0, False
         for unit in self._units:
@@ -371,10 +390,11 @@ class Schedule:
             if not self._in_backward:
                 self._choose_place(unit)
             if unit.memory.at_home and not unit.make_room():
+                self.arena.give_up()
                 raise MicsError(
-                    f"{unit.spec.label} is needed while another unit is in its place: the order "
-                    "in which modules are used has changed since places were planned. This step's gradients "
-                    "are lost; it will not happen again in this order"
+                    f"{unit.spec.label} is needed while another unit is in its place: backward uses modules "
+                    "together that it never did since places in memory were planned. Places are given up: "
+                    "run this step again, from zero_grad() on, and it will go through"
                 )
             unit.gather()
             self.arena.note(unit, needed=True)
@@ -391,7 +411,7 @@ class Schedule:
         at_home = self.arena.expects(unit) and unit.make_room()
         # A backward that is still to come finds its tensors where they were.
         if at_home != unit.memory.at_home and not any(
-            self._open_calls.get(site.name) for site in self._sites_of[unit.spec.index]
+            site.num_waiting for site in self._sites_of[unit.spec.index]
         ):
             unit.live(at_home=at_home)
 
@@ -408,7 +428,8 @@ class Schedule:
 
     def _send_for(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            send_for([self._by_index[index] for index in batch])
+            for unit in send_for([self._by_index[index] for index in batch]):
+                self._note(unit, 2)
 
     def _release(self, units: Any) -> None:
         for unit in units:
@@ -419,7 +440,7 @@ class Schedule:
             else:
                 self._let_go(unit)
 
-    def _finish(self, units: Sequence[Unit]) -> None:
+    def _finish(self, units: Sequence[Unit], *, at_the_end: bool = False) -> None:
         """Backward is through with these units, unless another of their sites is still in it."""
         for unit in units:
             if self._in_use(unit):
@@ -427,6 +448,8 @@ class Schedule:
             if unit.gradients.on_full():
                 self._note(unit, 1)
                 self._reduce_unit(unit)
+            if at_the_end and unit.gathered:
+                self.arena.stays(unit)
             self._let_go(unit)
 
     def _let_go(self, unit: Unit) -> None:
@@ -442,7 +465,7 @@ class Schedule:
         return any(site.depth or site.num_live for site in self._sites_of[unit.spec.index])
 
     def _note(self, unit: Unit, kind: int) -> None:
-        self.digest = (self.digest * 1_000_003 + 2 * unit.spec.index + kind + 1) % _DIGEST_MODULUS
+        self.digest = (self.digest * 1_000_003 + 4 * unit.spec.index + kind + 1) % _DIGEST_MODULUS
 
 
 class _EndOfBackward:
@@ -453,6 +476,17 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._schedule.end_backward()
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Whether backward reads no parameter of ``module``: an embedding's does not, but hooks may save them."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return (
+        type(module) is nn.Embedding
+        and "forward" not in module.__dict__
+        and all(len(found) == 1 for found in hooks)  # ours
+        and not (module._backward_hooks or module._backward_pre_hooks)
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

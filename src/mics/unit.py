@@ -344,24 +344,25 @@ class Unit:
         return entries
 
 
-def send_for(units: Sequence[Unit]) -> None:
-    """Gather units ahead of their use, by one collective, as far as there are places for them."""
+def send_for(units: Sequence[Unit]) -> list[Unit]:
+    """Gather units ahead of their use, by one collective, as far as there are places for them: which."""
     wanted = []
     for unit in units:
         if unit._wants_gather():
             unit.memory.acquire()
             wanted.append(unit)
     if not wanted:
-        return
+        return []
     if not wanted[0].memory.is_own:  # one rank a group, whose shard is the whole unit
         for unit in wanted:
             unit._arriving = unit._refreshed
-        return
+        return wanted
     pairs = [(unit.flat, unit.param_shard) for unit in wanted]
     refreshed = tuple(unit._refreshed for unit in wanted)
     ticket = wanted[0]._mesh.gather.gather_together(pairs, label_of(wanted), after=refreshed)
     for unit in wanted:
         unit._arriving = unit._gather_read = ticket
+    return wanted
 
 
 def refresh_together(units: Sequence[Unit]) -> None:
