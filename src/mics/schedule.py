@@ -316,15 +316,14 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Reduce and release whatever backward has not been seen to leave."""
-        for site in reversed(self.sites):
-            for unit in site.units:
-                if unit.gradients.on_full() and not (unit.gathered or site.reached):
-                    raise MicsError(
-                        f"unit {unit.spec.name!r} got gradients although none reached an output of "
-                        "its module, "
-                        "while its parameters were released. Return every tensor that takes part in the loss "
-                        "from the module's forward"
-                    )
+        for unit in self._units:
+            reached = unit.gathered or any(site.reached for site in self._sites_of[unit.spec.index])
+            if unit.gradients.on_full() and not reached:
+                raise MicsError(
+                    f"unit {unit.spec.name!r} got gradients although none reached an output of its module, "
+                    "while its parameters were released. Return every tensor that takes part in the loss "
+                    "from the module's forward"
+                )
         for site in self.sites:
             site.num_live, site.reached = 0, False
         for site in reversed(self.sites):
