@@ -9,9 +9,8 @@ numbers) ends with the backward itself. See "Following autograd" in docs/design.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -25,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
+from mics.tensor_trees import cast_floats, may_hold_tensors, num_rows, tensors_in, tensors_near
 from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
@@ -153,9 +153,9 @@ class Schedule:
         site.forwards.append(None)
         self._gather(site.units)
         if not self.plans.is_final and site.units:
-            self.rows = max(self.rows, _num_rows((args, kwargs)))
+            self.rows = max(self.rows, num_rows((args, kwargs)))
         if site.cast_to is not None:
-            args, kwargs = _cast((args, kwargs), site.cast_to)
+            args, kwargs = cast_floats((args, kwargs), site.cast_to)
         if torch.is_grad_enabled():
             site.forwards[-1] = self._watch_inputs(site, (args, kwargs))
         return None if site.cast_to is None else (args, kwargs)
@@ -257,10 +257,10 @@ class Schedule:
                 (attributes, name)
                 for attributes in site.attributes
                 for name, value in attributes.items()
-                if name not in skip and _may_hold_tensors(value)
+                if name not in skip and may_hold_tensors(value)
             ]
         values = [attributes.get(name) for attributes, name in site.side_outputs]
-        return [tensor for value in values for tensor in _tensors_near(value) if tensor.grad_fn is not None]
+        return [tensor for value in values for tensor in tensors_near(value) if tensor.grad_fn is not None]
 
     def _enter(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
         """A gradient has reached an output of ``call``: its backward begins."""
@@ -486,57 +486,3 @@ def _is_plain_embedding(module: nn.Module) -> bool:
         and all(len(found) == 1 for found in hooks)  # ours
         and not (module._backward_hooks or module._backward_pre_hooks)
     )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested containers, dataclasses and plain objects."""
-    pending, seen = [value], set()
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Tensor):
-            yield item
-        elif item is None or isinstance(item, str | bytes | int | float | complex | nn.Module | type):
-            continue
-        elif id(item) not in seen:
-            seen.add(id(item))
-            if isinstance(item, Mapping):
-                pending.extend(item.values())
-            elif isinstance(item, list | tuple | set | frozenset | deque):
-                pending.extend(item)
-            elif hasattr(item, "__dict__"):
-                pending.extend(vars(item).values())
-            elif is_dataclass(item):  # with slots
-                pending.extend(getattr(item, f.name) for f in fields(item))
-
-
-def _num_rows(inputs: Any) -> int:
-    """The rows that a module's matrices are multiplied with: tokens, usually."""
-    tensors = [tensor for tensor in tensors_in(inputs) if tensor.dim() > 0]
-    return max((t.numel() // max(1, t.shape[-1] if t.is_floating_point() else 1) for t in tensors), default=0)
-
-
-def _may_hold_tensors(value: Any) -> bool:
-    return value is None or isinstance(value, Tensor | list | tuple | set | dict)
-
-
-def _tensors_near(value: Any) -> Iterator[Tensor]:
-    """Tensors in plain containers: attributes of modules point at half the program."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | set):
-        yield from (item for item in value if isinstance(item, Tensor))
-    elif isinstance(value, dict):
-        yield from (item for item in value.values() if isinstance(item, Tensor))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in arguments brought to ``dtype``; everything else as it is."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value
