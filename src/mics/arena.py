@@ -42,7 +42,6 @@ class Arena:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.num_planned = 0  # times that homes were given, or given up
-        self.nbytes = 0
         self._units = {unit.spec.index: unit for unit in units if unit.memory.is_own}
         self._left_out: set[int] = set()
         self._events: list[Event] = []  # gathers and releases since the forward began
@@ -139,12 +138,9 @@ class Arena:
             torch.cuda.empty_cache()  # once: what gathered units have used up to here is free from now on
         arena = torch.empty(homes.nbytes, dtype=torch.uint8, device=device)
         for index, offset in homes.offsets.items():
-            if index in self._left_out:
-                continue
             neighbours = [self._units[other] for other in homes.neighbours(index, sizes)]
             self._units[index].move_in(arena[offset : offset + sizes[index]], neighbours)
         self.num_planned += 1
-        self.nbytes = homes.nbytes
 
     def _settled(self) -> list[_Order]:
         return [each for each in self._orders if each.times > 1]

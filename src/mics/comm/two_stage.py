@@ -21,7 +21,7 @@ class TwoStageCollectives:
         gather:  inter fills block l of the buffer (N chunks), intra fills the other blocks
         reduce:  intra adds up block l over the node, inter adds up this rank's chunk over the nodes
 
-    Each chunk crosses the network once per node, (p - k)/p of a unit per rank, instead of once per rank.
+    Each chunk crosses the network once per node, (p - k)/p of a unit into each, instead of once per rank.
     """
 
     def __init__(self, *, intra: GroupCollectives, inter: GroupCollectives, counter: TrafficCounter) -> None:
