@@ -90,6 +90,15 @@ def test_many_steps_are_equal_to_the_bit(partition_size: int) -> None:
     assert plain[0][-1] < plain[0][0]
 
 
+def test_two_stages_and_replicas_are_equal_to_the_bit() -> None:
+    """Two replicas over two nodes each, accumulation 2: from the third step on at home, in two stages."""
+    kwargs = {"num_steps": 5, "device": "cpu", "shape": replace(_SHAPE, num_layers=3, tie_weights=False)}
+    plain, *ahead = (
+        run_ranks(8, _losses, prefetch, 4, ranks_per_node=2, kwargs=kwargs) for prefetch in (0, 1, 3)
+    )
+    assert ahead == [plain, plain]
+
+
 def _late_losses(prefetch: int | str, axis: str, kind: str) -> list[float]:
     """As above, with one kind of collective that takes its time before it starts."""
     on_time = getattr(GroupCollectives, kind)

@@ -44,6 +44,7 @@ class _Call:
     num_planned: int  # times that homes had been given
     at_home: tuple[bool, ...]  # where each unit of the site was
     needs_params: bool  # whether backward reads the parameters
+    boundary: int  # optimizer steps before it
     entered: bool = False  # a backward has come
     live_in: int = 0  # number of the backward that is inside this call; 0: none
 
@@ -97,6 +98,7 @@ class Schedule:
         self.sites = list(sites)
         self.plans = plans
         self.rows = 0  # the most rows that a unit's forward has multiplied its matrices with
+        self._num_boundaries = 0
         self._num_put_off = 0  # times that homes were to be given and backwards were still to come
         self.suspended = False  # while parameters are summoned
         self.more_to_come = False  # another micro-step follows with these parameters
@@ -214,6 +216,7 @@ class Schedule:
             num_planned=self.arena.num_planned,
             at_home=tuple(unit.memory.at_home for unit in site.units),
             needs_params=not _is_plain_embedding(site.module),
+            boundary=self._num_boundaries,
         )
         for tensor in watched.values():
             if tensor.is_leaf:
@@ -292,7 +295,7 @@ class Schedule:
             site.num_live += 1
         if not call.entered:
             call.entered = True
-            site.num_waiting -= 1
+            site.num_waiting -= call.boundary == self._num_boundaries
         site.reached = True
         if call.needs_params:
             self._return_to_places(site, call)
@@ -351,6 +354,7 @@ class Schedule:
         num_waiting = sum(site.num_waiting for site in self.sites)
         for site in self.sites:
             site.num_waiting = 0
+        self._num_boundaries += 1
         if self._in_backward or self._depth or not self.plans.is_final or self.plans.prefetch.units == 0:
             return
         self.arena.finish(self.plans.begin())

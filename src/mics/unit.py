@@ -27,7 +27,7 @@ from mics.contiguous import Contiguous
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.gathered import GatheredMemory
 from mics.unit_gradients import UnitGradients
-from mics.unit_spec import Share, UnitSpec
+from mics.unit_spec import Share, UnitSpec, label_of
 
 
 class ParameterTable(dict[str, nn.Parameter | None]):
@@ -359,7 +359,9 @@ def send_for(units: Sequence[Unit]) -> list[Unit]:
         return wanted
     pairs = [(unit.flat, unit.param_shard) for unit in wanted]
     refreshed = tuple(unit._refreshed for unit in wanted)
-    ticket = wanted[0]._mesh.gather.gather_together(pairs, label_of(wanted), after=refreshed)
+    ticket = wanted[0]._mesh.gather.gather_together(
+        pairs, label_of([unit.spec for unit in wanted]), after=refreshed
+    )
     for unit in wanted:
         unit._arriving = unit._gather_read = ticket
     return wanted
@@ -374,18 +376,14 @@ def refresh_together(units: Sequence[Unit]) -> None:
             unit._own_params.copy_(unit.master)
     if trainable and trainable[0].share.masters_over_replicas:
         pairs = [(unit._incoming, unit._own_params) for unit in trainable]
-        ticket = trainable[0]._mesh.replication.gather_together(pairs, label_of(trainable))
+        ticket = trainable[0]._mesh.replication.gather_together(
+            pairs, label_of([unit.spec for unit in trainable])
+        )
         for unit in trainable:
             unit._refreshed = ticket
     for unit in units:
         unit._versions = unit.num_edits()
         unit.num_refreshes += 1
-
-
-def label_of(units: Sequence[Unit]) -> str:
-    """What errors and traces call a collective of several units."""
-    first, last = units[0].spec.label, units[-1].spec.label
-    return first if len(units) == 1 else f"{first} to {last}"
 
 
 def _refuse_gradient(name: str, grad: Tensor) -> None:

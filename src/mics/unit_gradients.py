@@ -16,7 +16,7 @@ from mics.comm.world import MeshCollectives
 from mics.contiguous import Part
 from mics.errors import MicsError
 from mics.reduce_buffer import ReduceBuffer, ReduceViews
-from mics.unit_spec import Share, UnitSpec
+from mics.unit_spec import Share, UnitSpec, label_of
 
 
 class GradState(enum.Enum):
@@ -57,12 +57,11 @@ class UnitGradients:
         shards: Sequence[nn.Parameter],
         memory: Part | None,
     ) -> None:
-        self.label = spec.label
         self.wire = spec.replica_dtype
         self.over_replicas = share.masters_over_replicas  # who updates which part
         self.state = GradState.EMPTY
         self.used = [False] * len(spec.refs)  # parameters that got a gradient on this rank since zero_grad
-        self._spec = spec
+        self.spec = spec
         self._share = share
         self._mesh = mesh
         self._full = full
@@ -80,8 +79,8 @@ class UnitGradients:
         if self._shard is None:
             assert self._memory is not None, "a frozen unit has no gradients"
             self._shard = self._memory.tensor()
-            self._own = self._share.own_of(self._spec, self._shard)
-            self._views = self._share.views_of(self._spec, self._own)
+            self._own = self._share.own_of(self.spec, self._shard)
+            self._views = self._share.views_of(self.spec, self._own)
         return self._shard
 
     @property
@@ -101,7 +100,7 @@ class UnitGradients:
     def unique_gradient(self) -> Tensor:
         """The piece of the reduced gradient that no other rank counts: norms add these up."""
         assert self.state is GradState.REDUCED and self._shard is not None
-        return self._share.piece_of(self._spec, self._shard)
+        return self._share.piece_of(self.spec, self._shard)
 
     # -- hops ---------------------------------------------------------------------------------------
 
@@ -119,7 +118,7 @@ class UnitGradients:
 
         Returns the full gradients, which a lane still reads.
         """
-        views = buffer.views_for(self._spec.index, self._spec.layout)
+        views = buffer.views_for(self.spec.index, self.spec.layout)
         shard = self.allocate()
         self.drop_cleared()
         full = [param.grad for param in self._full]
@@ -127,7 +126,7 @@ class UnitGradients:
         laid_out, self.ticket = self._mesh.reduce.reduce_scatter(
             total,
             views.full,
-            self.label,
+            self.spec.label,
             prepare=(partial(_lay_out, views, full), (buffer.emptied,)),
             after=(self.ticket,),
             then=partial(self._add, shard, total, scale, self.state),
@@ -163,9 +162,9 @@ class UnitGradients:
         elif cleared:
             assert self._shard is not None
             self.settle()
-            span = self._share.chunk_span(self._spec.layout)
+            span = self._share.chunk_span(self.spec.layout)
             for index in cleared:
-                overlap = self._spec.layout.slots[index].overlap(span)
+                overlap = self.spec.layout.slots[index].overlap(span)
                 self._shard[overlap.start - span.start : overlap.stop - span.start].zero_()
                 self.used[index] = False
 
@@ -175,7 +174,7 @@ class UnitGradients:
         hooks = shard._backward_hooks  # one of them is ours
         if shard._post_accumulate_grad_hooks or (hooks is not None and len(hooks) > 1):
             raise MicsError(
-                f"{self._spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
+                f"{self.spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
                 "found one, which "
                 "would never run; change gradients between backward and optimizer.step() instead"
             )
@@ -198,9 +197,9 @@ class UnitGradients:
         """Before adding to a reduced gradient: leave it on one replica only, so that hop 2 counts it once."""
         if self._mesh.replication.size == 1:
             return
-        keep = self._share.piece_of(self._spec, shard).clone()
+        keep = self._share.piece_of(self.spec, shard).clone()
         shard.zero_()
-        self._share.piece_of(self._spec, shard).copy_(keep)
+        self._share.piece_of(self.spec, shard).copy_(keep)
 
 
 def _lay_out(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
@@ -227,11 +226,10 @@ def reduce_over_replicas(gradients: Sequence[UnitGradients], replicas: LanedColl
 
 
 def _send_together(gradients: Sequence[UnitGradients], replicas: LanedCollectives, wire: torch.dtype) -> None:
-    first, last = gradients[0], gradients[-1]
-    label = first.label if len(gradients) == 1 else f"{first.label} to {last.label}"
+    label = label_of([each.spec for each in gradients])
     before = tuple(each.ticket for each in gradients)
     shards = [each.allocate() for each in gradients]
-    if first.over_replicas:
+    if gradients[0].over_replicas:
         pairs = [(each.step_gradient(), shard) for each, shard in zip(gradients, shards, strict=True)]
         ticket = replicas.reduce_together(pairs, label, after=before, wire=wire)
     else:

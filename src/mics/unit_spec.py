@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,12 @@ class UnitSpec:
     def gathered_nbytes(self) -> int:
         """Bytes of the whole unit in the format that is gathered."""
         return self.layout.numel * self.param_dtype.itemsize
+
+
+def label_of(specs: Sequence[UnitSpec]) -> str:
+    """What errors and traces call a collective of several units."""
+    first, last = specs[0].label, specs[-1].label
+    return first if len(specs) == 1 else f"{first} to {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
