@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 benchmarks/memory_terms.py
 
-P is the number of parameters, p the partition size (2), R the number of replicas. The terms are read off the
-real tensors after three optimizer steps; gathered units are looked at inside every block.
+P is the number of parameters, p the partition size (2), R the number of replicas; one unit is gathered ahead.
+The terms are read off the real tensors after three optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,19 +31,11 @@ def measure(size: str, partition_size: int, device: torch.device) -> list[tuple[
     config = GPT_SIZES[size]
     with torch.device("meta"):
         model = GPT(config)
-    mics.shard(model, partition_size=partition_size, precision=mics.Precision(param=torch.bfloat16))
+    precision = mics.Precision(param=torch.bfloat16)
+    mics.shard(model, partition_size=partition_size, precision=precision, prefetch=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine = engine_of(model)
     units = engine.units
-    peak_gathered = 0
-
-    def sample(*_: object) -> None:
-        nonlocal peak_gathered
-        peak_gathered = max(peak_gathered, nbytes([u.flat for u in units]))
-
-    for block in model.blocks:
-        block.register_forward_hook(sample)
-        block.register_full_backward_hook(sample)
     tokens = torch.randint(0, config.vocab_size, (1, 32), device=device)
     for _ in range(3):
         model(tokens, tokens).backward()
@@ -63,7 +55,7 @@ def measure(size: str, partition_size: int, device: torch.device) -> list[tuple[
         ("gradients", "4P/p", 4 * params / p, nbytes(gradients)),
         ("masters", "4P/(pR)", 4 * params / (p * replicas), nbytes([u.master for u in units])),
         ("moments", "8P/(pR)", 8 * params / (p * replicas), nbytes(moments)),
-        ("arena", "2 x (tied weights + 3 blocks)", 2 * (root + 3 * block), peak_gathered),
+        ("arena", "2 x (tied weights + 3 blocks)", 2 * (root + 3 * block), nbytes([u.flat for u in units])),
         ("reduce buffer", "4 x largest unit x (1 + 1/p)", 4 * largest * (1 + 1 / p), nbytes(reducing)),
         ("exchange (gloo only)", "4 x largest unit x (1 + 1/p)" if device.type == "cpu" else "0",
          4 * largest * (1 + 1 / p) if device.type == "cpu" else 0, engine.mesh.staging_nbytes()),

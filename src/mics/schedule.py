@@ -485,7 +485,8 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     """Whether backward reads no parameter of ``module``: an embedding's does not, but hooks may save them."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return (
-        type(module) is nn.Embedding
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
         and "forward" not in module.__dict__
         and all(len(found) == 1 for found in hooks)  # ours
         and not (module._backward_hooks or module._backward_pre_hooks)
