@@ -78,6 +78,7 @@ def test_replicas_exchange_where_hops_add_up() -> None:
     span = _over(64, 1)
     assert exchange_pays(_NODE, span, 100 * _MIB)
     assert not exchange_pays(_NODE, span, 1 * _MIB)
+    assert not exchange_pays(_NODE, _over(4, 1), 100 * _MIB)  # three hops of many bytes each
     assert not exchange_pays(_NODE, _over(1, 1), 100 * _MIB)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mics
+from mics.comm import GroupCollectives, TrafficCounter
 from mics.comm.emulated import emulated_cluster
 from mics.comm.emulated.host_links import HostLinks
 from mics.cost import Cost, Kind, Span, cost
@@ -87,6 +88,14 @@ def test_every_collective_writes_what_it_should(device: torch.device) -> None:
     lists = [torch.full((2,), torch.nan, device=device) for _ in range(8)]
     dist.all_to_all(lists, [torch.full((2,), float(rank), device=device) for rank in range(8)])
     assert all(part.tolist() == [0.0, 0.0] for part in lists)
+    whole = torch.full((8, 3), torch.nan, device=device)
+    whole[0] = own
+    group = GroupCollectives(
+        dist.group.WORLD, axis="world", counter=TrafficCounter(), liveness=None, exchange=True
+    )
+    group.all_gather(whole.view(-1), whole[0], "by exchange")
+    assert torch.equal(whole[0], own)
+    assert whole.isfinite().all()
     gathered = [torch.full((3,), torch.nan, device=device) for _ in range(8)]
     dist.gather(own, gathered, dst=0)
     assert all(torch.equal(part, own) for part in gathered)

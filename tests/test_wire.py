@@ -77,3 +77,31 @@ def test_a_wider_format_changes_nothing() -> None:
     assert mics.Precision(replica_reduce=torch.float64).replica_dtype(torch.float32) is torch.float32
     with pytest.raises(mics.SettingsError, match="replica_reduce"):
         mics.Precision(replica_reduce=torch.int8)
+
+
+def _exchanged() -> list[str]:
+    """What each member sends to each arrives where a ring would have put it; the sum is that of a ring."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = GroupCollectives(
+        dist.group.WORLD, axis="replication", counter=TrafficCounter(), liveness=None, exchange=True
+    )
+    wrong = []
+    for numel in (1, 7, 1000):
+        rows = torch.arange(size * numel, dtype=torch.float32, device="cuda").view(size, -1)
+        apart = torch.full_like(rows, -1).view(-1)
+        inside = torch.full_like(rows, -1)
+        inside[rank] = rows[rank]
+        group.gather_together([(apart, rows[rank].clone()), (inside.view(-1), inside[rank])], "a test")
+        buffer = rows.clone().view(-1)
+        group.reduce_together([(buffer.view(size, -1)[rank], buffer)], "a test")
+        found = {"apart": apart.view(size, -1), "inside": inside}
+        wrong += [f"{name} {numel}" for name, out in found.items() if not torch.equal(out, rows)]
+        if not torch.equal(buffer.view(size, -1)[rank], size * rows[rank]):
+            wrong.append(f"sum {numel}")
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_exchange_by_nccl(size: int) -> None:
+    assert run_ranks(size, _exchanged, backend="nccl") == [[]] * size

@@ -35,31 +35,32 @@ def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:
     return staged < flat
 
 
-def latency_nbytes(cluster: Cluster, span: Span) -> int:
-    """The size of a gather whose bytes take as long as its latency."""
+def latency_nbytes(cluster: Cluster, span: Span, kind: Kind = Kind.ALL_GATHER) -> int:
+    """The size of a collective whose bytes take as long as its latency."""
     if span.size == 1:
         return 0
     many = 1 << 30
-    latency = cost(cluster, Kind.ALL_GATHER, span, 0).seconds
-    seconds_per_byte = (cost(cluster, Kind.ALL_GATHER, span, many).seconds - latency) / many
+    latency = cost(cluster, kind, span, 0).seconds
+    seconds_per_byte = (cost(cluster, kind, span, many).seconds - latency) / many
     return int(latency / seconds_per_byte)
 
 
-def batch_nbytes(cluster: Cluster, span: Span) -> int:
-    """The size of a gather at which latency is a small part of its time."""
-    return int(latency_nbytes(cluster, span) / _LATENCY_SHARE)
+def batch_nbytes(cluster: Cluster, span: Span, kind: Kind = Kind.ALL_GATHER) -> int:
+    """The size of a collective at which latency is a small part of its time."""
+    return int(latency_nbytes(cluster, span, kind) / _LATENCY_SHARE)
 
 
 def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
-    """Whether ``nbytes`` are reduced sooner by an exchange of chunks than by a ring.
+    """Whether ``nbytes`` are reduced, or gathered, sooner by an exchange of chunks than by a ring.
 
-    Both send the same bytes. An exchange is one hop instead of one for each member; but messages must be
-    large enough for the network to carry them at its speed.
+    Both send the same bytes. An exchange is one hop instead of one for each member; but it needs a connection
+    of everybody to everybody, so it must save something, and messages must be large enough for the network to
+    carry them at its speed.
     """
     if span.size == 1 or nbytes / span.size < _LEAST_MESSAGE_NBYTES:
         return False
     exchange, ring = (cost(cluster, kind, span, nbytes) for kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER))
-    return exchange.seconds < ring.seconds
+    return exchange.seconds < (1 - _LATENCY_SHARE) * ring.seconds
 
 
 def prefetch_units(gathers: Sequence[float], computes: Sequence[float]) -> int:

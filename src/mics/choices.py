@@ -17,7 +17,7 @@ from mics.auto import (
     two_stages_pay,
 )
 from mics.buffers import keeps_statistics
-from mics.cost import Span
+from mics.cost import Kind, Span
 from mics.layout import plan_layout
 from mics.plans import Batching, Plans, Prefetch, batches_of
 from mics.settings import Settings
@@ -49,7 +49,7 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
 
 
 def replicas_exchange(settings: Settings, topology: Topology) -> bool:
-    """Whether hop 2 of the largest unit is done sooner by an exchange than by a ring."""
+    """Whether replicas exchange the largest unit sooner by sending each to each than in a ring."""
     numel = max((sum(ref.param.numel() for ref in site.params) for site in settings.sites), default=0)
     nbytes = 4 * numel // topology.partition_size
     return exchange_pays(settings.cluster, _replica_span(topology), nbytes)
@@ -70,7 +70,8 @@ class Choices:
             nbytes=min(batch_nbytes(self._cluster, self._span), largest),
             tiny_nbytes=min(latency_nbytes(self._cluster, self._span), largest // 16),
         )
-        self.replica_batch_nbytes = batch_nbytes(self._cluster, _replica_span(topology))
+        kind = Kind.ALL_TO_ALL if replicas_exchange(settings, topology) else Kind.ALL_GATHER
+        self.replica_batch_nbytes = batch_nbytes(self._cluster, _replica_span(topology), kind)
 
     def plans(self) -> Plans:
         """Where orders will be recorded."""

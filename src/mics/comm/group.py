@@ -46,7 +46,7 @@ class GroupCollectives:
         liveness: Liveness | None,
         exchange: bool = False,
     ) -> None:
-        self._exchange = exchange  # reduce by exchanging chunks, whatever the backend
+        self._exchange = exchange  # everybody sends to everybody: one hop in place of a ring's many
         self._group = group  # None: a world of one process that never called init_process_group
         self._axis = axis
         self._counter = counter
@@ -77,6 +77,8 @@ class GroupCollectives:
         self._count("all_gather", (self._size - 1) * _nbytes(shard))
         if self._is_gloo(out):
             self._gather_bytes(_bytes(out), _bytes(shard), label)
+        elif self._exchange:
+            self._send_to_all(out, shard, label)
         else:
             self._call("all-gather", label, _all_gather, out, shard)
 
@@ -167,7 +169,8 @@ class GroupCollectives:
 
     def _coalesces(self, pairs: Pairs) -> bool:
         same_format = len({shard.dtype for _, shard in pairs}) == 1
-        return len(pairs) > 1 and self._size > 1 and same_format and not self._is_gloo(pairs[0][0])
+        as_it_is = not (self._exchange or self._is_gloo(pairs[0][0]))
+        return len(pairs) > 1 and self._size > 1 and same_format and as_it_is
 
     def _exchange_and_add(self, out: Tensor, buffer: Tensor, label: str, wire: torch.dtype) -> None:
         """Send every member its chunk in ``wire``, and add up what comes in the buffer's own format.
@@ -182,6 +185,13 @@ class GroupCollectives:
             sent.copy_(buffer)
         self._call("reduce-scatter", label, dist.all_to_all_single, *self._on_wire(received, sent))
         _add_up(out, received.view(self._size, -1))
+
+    def _send_to_all(self, out: Tensor, shard: Tensor, label: str) -> None:
+        """Gather in one hop: every member sends its chunk to each of the others."""
+        chunks, sent = list(out.view(self._size, -1).unbind()), [shard] * self._size
+        if chunks[self._position].data_ptr() == shard.data_ptr():
+            chunks[self._position] = sent[self._position] = shard[:0]
+        self._call("all-gather", label, dist.all_to_all, chunks, sent)
 
     def _gather_bytes(self, out: Tensor, shard: Tensor, label: str) -> None:
         """Gather over gloo. As bytes: it does not know every format, and moving data needs none."""

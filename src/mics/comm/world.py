@@ -114,7 +114,7 @@ class World:
         """The collectives of both mesh axes and of the world, for this rank.
 
         With ``share_links`` gathers and reductions inside the partition group take turns on one lane; with
-        ``exchange_replicas`` replicas add up what each sends to each, in place of a ring.
+        ``exchange_replicas`` each replica sends to each, in place of a ring.
         """
 
         def over(

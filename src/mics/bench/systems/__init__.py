@@ -9,10 +9,15 @@ from mics.bench.systems.with_ddp import build_ddp
 from mics.bench.systems.with_deepspeed import MICS_VERSION, build_deepspeed_mics, build_zero3
 from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp
 from mics.bench.systems.with_megatron import PACKAGE, build_megatron, build_megatron_bf16
-from mics.bench.systems.with_mics import build_mics
+from mics.bench.systems.with_mics import build_mics, build_mics_partition
 
 _ALL: Final = (
     System(name="mics", build=build_mics, about="this library, with its defaults"),
+    System(
+        name="mics-partition",
+        build=build_mics_partition,
+        about="this library, optimizer state over the partition group alone, as HSDP has it",
+    ),
     System(name="fsdp2", build=build_fsdp2, partition="world", about="torch fully_shard over the world"),
     System(name="hsdp", build=build_hsdp, about="torch fully_shard over partition groups, with replicas"),
     System(

@@ -224,10 +224,16 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         def write() -> None:
-            for output in outputs:
-                _fill(output, inputs[self.rank()])
+            own = inputs[self.rank()]
+            sent = own if own.numel() else max(inputs, key=Tensor.numel)  # nothing to itself: it has that
+            if all(output.numel() in (0, sent.numel()) for output in outputs):
+                self._write_each_like([output for output in outputs if output.numel()], sent)
+            else:
+                for output in outputs:
+                    _fill(output, sent)
 
-        return self._run(Kind.ALL_TO_ALL, inputs, write, outputs, inputs, opts)
+        nbytes = self.size() * max(_nbytes([tensor]) for tensor in inputs)
+        return self._run(Kind.ALL_TO_ALL, nbytes, write, outputs, inputs, opts)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         for tensor in tensors:
@@ -370,6 +376,13 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             torch.mul(source, _FACTORS[number % len(_FACTORS)], out=target)
         else:
             target.copy_(source)
+
+    def _write_each_like(self, targets: list[Tensor], source: Tensor) -> None:
+        torch._foreach_copy_(targets, [source.reshape(-1).view(target.shape) for target in targets])
+        if source.dtype.is_floating_point and source.dtype.itemsize > 1:
+            others = [target for target in targets if target.data_ptr() != source.data_ptr()]
+            factors = [_FACTORS[number % len(_FACTORS)] for number in range(len(others))]
+            torch._foreach_mul_(others, factors)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
