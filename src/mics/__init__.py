@@ -7,6 +7,7 @@ from mics.api import clip_grad_norm_, microsteps, shard, traffic
 from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
 from mics.errors import CollectiveError, MicsError, SettingsError
+from mics.memory import MemoryReport, memory
 from mics.optimizer_hooks import allow_optimizer
 from mics.plans import Prefetch
 from mics.precision import Precision
@@ -30,6 +31,7 @@ __all__ = [
     "CollectiveError",
     "Emulation",
     "Link",
+    "MemoryReport",
     "MicsError",
     "Precision",
     "Prefetch",
@@ -42,6 +44,7 @@ __all__ = [
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_state_dict",
+    "memory",
     "microsteps",
     "shard",
     "summon",

@@ -21,13 +21,16 @@ from mics.offload import Offloader
 class Activations:
     """What happens to the activations of units.
 
-    ``checkpoint``: "unit" computes each unit again in its backward, "none" none, a number every so many-th,
-    and a callable those for which it returns True. ``offload``: what checkpoints save (and what the other
-    units save) goes to host memory: all of it, a fraction (float) or at most so many bytes (int) of a
-    micro-step. ``keep_last``: saved tensors that stay on the device because backward needs them at once.
+    ``checkpoint``: "unit" computes units again in their backward, "none" none of them, and a callable those
+    for which it returns True. ``every``: with "unit", only every so many-th. ``offload``: what checkpoints
+    save (and what the other units save) goes to host memory: all of it, a fraction (float) or at most so many
+    bytes (int) of a micro-step. ``keep_last``: units whose activations stay on the device because backward
+    needs them at once. ``check_determinism`` compares shapes and formats of what is computed again with those
+    of the first time.
     """
 
-    checkpoint: Literal["unit", "none"] | int | Callable[[nn.Module], bool] = "unit"
+    checkpoint: Literal["unit", "none"] | Callable[[nn.Module], bool] = "unit"
+    every: int = 1
     offload: bool | float | int = False
     keep_last: Literal["auto"] | int = "auto"
     preserve_rng_state: bool = True
@@ -35,11 +38,16 @@ class Activations:
 
     def __post_init__(self) -> None:
         chosen = self.checkpoint
-        is_count = isinstance(chosen, int) and not isinstance(chosen, bool) and chosen >= 1
-        if not (chosen in ("unit", "none") or is_count or callable(chosen)):
+        if not (chosen in ("unit", "none") or callable(chosen)):
             raise SettingsError(
-                'Activations.checkpoint: expected "unit", "none", a number from 1 or a callable, '
-                f"found {chosen!r}"
+                f'Activations.checkpoint: expected "unit", "none" or a callable, found {chosen!r}'
+            )
+        if not _is_count(self.every, least=1):
+            raise SettingsError(f"Activations.every: expected a number from 1, found {self.every!r}")
+        if self.every > 1 and chosen != "unit":
+            raise SettingsError(
+                f'Activations.every: expected 1 unless checkpoint is "unit", found {self.every} with '
+                f"checkpoint={chosen!r}"
             )
         if isinstance(self.offload, bool | int):
             right = self.offload >= 0
@@ -50,9 +58,10 @@ class Activations:
                 "Activations.offload: expected a bool, a fraction from 0.0 to 1.0 or a number of bytes, "
                 f"found {self.offload!r}"
             )
-        keep = self.keep_last
-        if keep != "auto" and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
-            raise SettingsError(f'Activations.keep_last: expected "auto" or a number from 0, found {keep!r}')
+        if self.keep_last != "auto" and not _is_count(self.keep_last, least=0):
+            raise SettingsError(
+                f'Activations.keep_last: expected "auto" or a number from 0, found {self.keep_last!r}'
+            )
 
     def budget(self, nbytes: int) -> float:
         """Bytes to offload of ``nbytes`` that a micro-step saves."""
@@ -63,13 +72,12 @@ class Activations:
     def takes(self, number: int, module: nn.Module) -> bool:
         """Whether the unit with this number is computed again."""
         if self.checkpoint == "unit":
-            return True
-        if self.checkpoint == "none":
-            return False
-        if isinstance(self.checkpoint, int):
-            return number % self.checkpoint == 0
-        assert callable(self.checkpoint)
-        return bool(self.checkpoint(module))
+            return number % self.every == 0
+        return callable(self.checkpoint) and bool(self.checkpoint(module))
+
+
+def _is_count(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def apply_activations(
@@ -78,16 +86,17 @@ def apply_activations(
     *,
     device: torch.device,
     is_parameter: Callable[[Tensor], bool],
+    ranks_on_node: int,
 ) -> Offloader | None:
     """Let the forwards of ``modules`` follow ``policy``. What moves their activations, if anything does."""
     offloader = None
     if policy.offload:
-        horizon = 1 if policy.keep_last == "auto" else max(1, policy.keep_last)
         offloader = Offloader(
             device,
             budget=policy.budget,
-            keep_last=1 if policy.keep_last == "auto" else policy.keep_last,
-            horizon=horizon,
+            keep_last=None if policy.keep_last == "auto" else policy.keep_last,
+            num_units=len(modules),
+            num_sharing=ranks_on_node,
         )
     for number, module in enumerate(modules):
         recompute = policy.takes(number, module)

@@ -18,6 +18,7 @@ from mics.buffers import BufferSync
 from mics.choices import Choices, choose_topology, replicas_exchange, unit_specs
 from mics.clusters import with_shared_gpus
 from mics.comm import Traffic, TrafficCounter, World, join_world
+from mics.comm.emulated import emulated_cluster
 from mics.comm.world import MeshCollectives
 from mics.engine import Engine, attach_engine, engine_of
 from mics.errors import SettingsError
@@ -206,6 +207,8 @@ def _build(
             [site.module for site in settings.sites if site.is_block],
             device=settings.device,
             is_parameter=lambda tensor: any(unit.holds(tensor) for unit in all_units if unit.gathered),
+            # An emulated node's other ranks are imagined: they take no memory.
+            ranks_on_node=1 if emulated_cluster() is not None else node_names.count(node_names[world.rank]),
         )
 
     def before_forward() -> None:

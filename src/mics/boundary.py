@@ -185,6 +185,15 @@ class Boundary:
         """The buffers hop 1 works in, for each reduce format in use."""
         return [buffer for buffers in self._buffers.values() for buffer in buffers]
 
+    def expected_reduce_nbytes(self) -> int:
+        """Their bytes once every unit has been reduced."""
+        largest: dict[tuple[torch.dtype, bool], int] = {}
+        for unit in self.trainable:
+            key, layout = self._kind_of(unit), unit.spec.layout
+            nbytes = (layout.numel + layout.chunk_numel) * unit.spec.reduce_dtype.itemsize
+            largest[key] = max(largest.get(key, 0), nbytes)
+        return self._num_buffers * sum(largest.values())
+
     def _buffer(self, unit: Unit) -> ReduceBuffer:
         # In turn: while one is being reduced, the next unit's gradients go to the other.
         buffers = self._buffers_of(unit)
@@ -192,9 +201,9 @@ class Boundary:
         return buffers[0]
 
     def _buffers_of(self, unit: Unit) -> list[ReduceBuffer]:
-        key = unit.spec.reduce_dtype, self._is_tiny(unit)
+        key = self._kind_of(unit)
         if key not in self._buffers:
-            alike = [u for u in self.trainable if (u.spec.reduce_dtype, self._is_tiny(u)) == key]
+            alike = [other for other in self.trainable if self._kind_of(other) == key]
             self._buffers[key] = [
                 ReduceBuffer(
                     numel=max(u.spec.layout.numel for u in alike),
@@ -205,6 +214,10 @@ class Boundary:
                 for _ in range(self._num_buffers)
             ]
         return self._buffers[key]
+
+    def _kind_of(self, unit: Unit) -> tuple[torch.dtype, bool]:
+        """Units of one kind share their reduce buffers."""
+        return unit.spec.reduce_dtype, self._is_tiny(unit)
 
     def _is_tiny(self, unit: Unit) -> bool:
         """A norm between two matrices must not keep the next of them out of the buffer."""

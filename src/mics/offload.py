@@ -1,91 +1,92 @@
-"""Saved activations in host memory: away right after the forward, back before the backward needs them.
+"""Saved activations in host memory: away right after they are saved, back before the backward needs them.
 
-What autograd saves inside a unit's forward passes through here. Copies run on two lanes of their own (streams
-on a GPU), one for each direction; whoever touches the memory waits for its ticket. On a CPU the same code
-makes plain copies, so that what is tested there is what runs on a GPU.
+What autograd saves in one forward of a unit is a group. Copies run on two lanes of their own (streams on a
+GPU), one for each direction; whoever touches the memory waits for its ticket. Which group comes back after
+which is recorded, and what will be needed next is sent for ahead of time. On a CPU the same code makes plain
+copies, so that what is tested there is what runs on a GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mics.comm.lanes import DONE, INLINE, Lane, StreamLane, Ticket
-from mics.errors import MicsError
+from mics.host_memory import HostPool
 
-_LEAST_NBYTES = 1 << 16  # smaller tensors stay: a copy would cost more than their memory is worth
-_MARGIN_NBYTES = 1 << 30  # of the host's memory that is left to others
+_LEAST_NBYTES: Final = 1 << 16  # smaller tensors stay: a copy would cost more than their memory is worth
+_MAX_HORIZON: Final = 4
+_NUM_MEASURED: Final = 3  # micro-steps in which transfers and computation are timed
 
 
-class HostPool:
-    """Pinned host buffers, taken and given back. A steady step allocates none."""
+@dataclass
+class Held:
+    """Bytes of saved activations that are on the device."""
 
-    def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
-        self._free: dict[int, list[Tensor]] = {}  # by size in bytes
-        self.nbytes = 0
-        self.num_allocations = 0
+    nbytes: int = 0
+    peak: int = 0  # in the forward
 
-    def take(self, nbytes: int) -> Tensor:
-        """A buffer of exactly ``nbytes``."""
-        free = self._free.setdefault(nbytes, [])
-        if free:
-            return free.pop()
-        available = _available_nbytes()
-        if available is not None and nbytes + _MARGIN_NBYTES > available:
-            raise MicsError(
-                f"activation offload: expected {nbytes / 2**20:.0f} MiB more of host memory for saved "
-                f"activations, found {available / 2**20:.0f} MiB available ({self.nbytes / 2**20:.0f} MiB "
-                "are in use for it already); offload less (Activations.offload) or use a smaller micro-batch"
-            )
+    def add(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        self.num_allocations += 1
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._free[buffer.numel()].append(buffer)
-
-
-def _available_nbytes() -> int | None:
-    """Host memory that can be had without swapping; None where nobody says."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * found[0] if found else None
 
 
 @dataclass(eq=False)
 class Saved:
     """One tensor that autograd saved. It is on the device, on the host, or on its way."""
 
-    number: int  # in the order of saving
-    key: tuple[Any, ...]  # where and what it was when it was saved
-    device_copy: Tensor | None
+    memory: StorageWeakRef  # of the tensor itself: whoever else holds it keeps it alive
     version: int  # of the tensor when it was saved
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
     pool: HostPool
+    held: Held
+    device_copy: Tensor | None = None
+    is_original: bool = True  # ``device_copy`` is the tensor that was saved
     host: Tensor | None = None
     moved: Ticket = DONE  # the copy that is under way, in either direction
-    leaving: bool = False  # the device's memory is given up as soon as the copy is done
+    edited: bool = False  # in place, before it had left
 
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    def be_on_device(self, tensor: Tensor, *, is_original: bool) -> None:
+        if self.device_copy is None:
+            self.held.add(self.nbytes)
+        self.device_copy, self.is_original = tensor, is_original
+
+    def leave_device(self) -> None:
+        """Whoever uses this memory next does so after the copy to the host."""
+        assert self.device_copy is not None
+        self.moved.wait()
+        self.edited = self.edited or self._was_edited()
+        self.device_copy = None
+        self.held.add(-self.nbytes)
+
+    def _was_edited(self) -> bool:
+        return self.is_original and self.device_copy is not None and self.device_copy._version != self.version
+
+    def check(self) -> None:
+        """Raise, as torch does, if somebody has changed what was saved."""
+        if self.edited or self._was_edited():
+            raise RuntimeError(
+                f"a tensor that backward needs, of shape {list(self.shape)}, was changed in place after it "
+                f"was saved (at version {self.version}); leave it as it is, or change a copy"
+            )
+
     def __del__(self) -> None:
+        if self.device_copy is not None:
+            self.held.add(-self.nbytes)
         if self.host is not None:
             self.moved.wait()  # another tensor's values come next
             self.pool.give_back(self.host)
@@ -95,93 +96,147 @@ class Saved:
         return self.host.view(self.dtype).as_strided(self.shape, self.stride)
 
 
-@dataclass
-class _MicroStep:
-    """What was saved between two beginnings of the model's forward."""
+@dataclass(eq=False)
+class Group:
+    """What one forward of a unit saved. It lives as long as anything of it does."""
 
-    saved: list[int] = field(default_factory=list)  # sizes in bytes
+    forward: int  # number of the model's forward
+    place: int  # among the groups of that forward
+    members: list[ref[Saved]] = field(default_factory=list)
+    is_wanted: bool = False  # the backward has come to it, or it was sent for
+    is_reached: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.saved)
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """What autograd holds in place of a saved tensor."""
+
+    saved: Saved
+    group: Group
 
 
 class Offloader:
-    """Moves what units save, by the order in which it was saved."""
+    """Moves what units save."""
 
     def __init__(
         self,
         device: torch.device,
         *,
         budget: Callable[[int], float],
-        keep_last: int,
-        horizon: int,
+        keep_last: int | None,
+        num_units: int,
+        num_sharing: int = 1,
     ) -> None:
         on_gpu = device.type == "cuda"
-        self.pool = HostPool(pin=on_gpu)
+        self.pool = HostPool(pin=on_gpu, num_sharing=num_sharing)
+        self.horizon = 1  # groups that are sent for ahead
+        self.offloaded_nbytes = 0  # since the forward began
+        self.saved_nbytes = 0  # likewise, with what stays on the device
+        self._held = Held()
+        self._device = device
         self._away: Lane = StreamLane(device) if on_gpu else INLINE
         self._back: Lane = StreamLane(device) if on_gpu else INLINE
         self._budget = budget  # bytes to offload, of the bytes that a micro-step saves
-        self._keep_last = keep_last
-        self._horizon = horizon
-        self._num_saved = 0
-        self._now = _MicroStep()
-        self._before: _MicroStep | None = None
-        self._offloaded_nbytes = 0  # since the forward began
+        self._keep_last = keep_last  # groups that stay; None: as many as are sent for ahead
+        self._num_forwards = 0
+        self._num_groups = 0  # of this forward
+        self._expected = (num_units, 0)  # groups and bytes of a forward
+        self._last_offloaded_nbytes = 0  # of the forward before
         self._known: WeakValueDictionary[tuple[Any, ...], Saved] = WeakValueDictionary()
-        self._by_number: WeakValueDictionary[int, Saved] = WeakValueDictionary()
-        self._leaving: list[ref[Saved]] = []
+        self._groups: WeakValueDictionary[tuple[int, int], Group] = WeakValueDictionary()
+        self._leaving: list[list[ref[Saved]]] = []  # by group: on their way, the device's memory still held
+        self._follows: dict[int, int] = {}  # place -> the place that the backward came to next
+        self._last: Group | None = None
+        self._clock = _Clock() if on_gpu else None
 
     def begin(self) -> None:
         """The model's forward begins."""
-        if self._now.saved:
-            self._before = self._now
-        self._now, self._offloaded_nbytes = _MicroStep(), 0
+        self._let_go(but=0)
+        if self._last is not None and self.saved_nbytes:  # a backward has come: it was a whole forward
+            self._expected = (self._num_groups, self.saved_nbytes)
+            self._last_offloaded_nbytes = self.offloaded_nbytes
+        if self._clock is not None and self._clock.is_read():
+            self.horizon, self._clock = self._clock.horizon(), None
+        self._num_forwards += 1
+        self._num_groups = self.offloaded_nbytes = self.saved_nbytes = 0
+        self._held.peak = self._held.nbytes
+        self._last = None
+
+    def expected_nbytes(self) -> tuple[int, int]:
+        """Bytes that units save in a forward, and how many of them leave; zeros before a step has shown."""
+        _, saved = self._expected
+        return saved, self._last_offloaded_nbytes if saved else 0
+
+    def held_nbytes(self) -> int:
+        """The most bytes of saved activations that were on the device at once in the last forward."""
+        return self._held.peak
 
     @contextmanager
     def saving(self, stays: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Inside, what autograd saves is offloaded, but for tensors that ``stays`` names (parameters)."""
+        """Inside, what autograd saves is one group, but for tensors that ``stays`` names (parameters)."""
+        group = Group(self._num_forwards, self._num_groups)
+        self._num_groups += 1
+        self._groups[group.forward, group.place] = group
+        self._leaving.append([])
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.numel() * tensor.element_size() < _LEAST_NBYTES or stays(tensor):
+            if not self._can_leave(tensor) or stays(tensor):
                 return tensor
-            return self._save(tensor)
+            saved = self._save(tensor, group)
+            group.members.append(ref(saved))
+            return Packed(saved, group)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
+        self._held.peak = max(self._held.peak, self._held.nbytes)
+        if group.forward == 1 and group.place == 0:
+            self._ask_for_host_memory()
         self._let_go()
 
-    def _save(self, tensor: Tensor) -> Saved:
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def _can_leave(self, tensor: Tensor) -> bool:
+        nbytes = tensor.numel() * tensor.element_size()
+        return (
+            nbytes >= _LEAST_NBYTES
+            and tensor.device.type == self._device.type
+            and type(tensor) in (Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and not (tensor.is_conj() or tensor.is_neg())
+            and nbytes <= tensor.untyped_storage().nbytes()  # expanded ones are smaller where they are
+        )
+
+    def _save(self, tensor: Tensor, group: Group) -> Saved:
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
         known = self._known.get(key)
-        if known is not None and known.device_copy is not None:
-            return known  # several units have the same input
+        if known is not None and not known.memory.expired():
+            # Several units save it, and somebody holds it all the while: its memory would not be free.
+            known.be_on_device(tensor.detach(), is_original=True)
+            return known
         like = torch.empty_like(tensor, device="meta")  # dense, in the order of the original where it can be
         saved = Saved(
-            number=self._num_saved,
-            key=key,
-            device_copy=tensor.detach(),
+            memory=StorageWeakRef(tensor.untyped_storage()),
             version=tensor._version,
             shape=tensor.shape,
             stride=like.stride(),
             dtype=tensor.dtype,
-            device=tensor.device,
             pool=self.pool,
+            held=self._held,
         )
-        self._num_saved += 1
-        self._known[key] = self._by_number[saved.number] = saved
-        if self._should_leave(saved):
+        saved.be_on_device(tensor.detach(), is_original=True)
+        self._known[key] = saved
+        self.saved_nbytes += saved.nbytes
+        if self._should_leave(saved, group):
             self._send_away(saved)
-        self._now.saved.append(saved.nbytes)
         return saved
 
-    def _should_leave(self, saved: Saved) -> bool:
+    def _should_leave(self, saved: Saved, group: Group) -> bool:
         """The last ones stay, because backward needs them at once; so does what is over the budget."""
-        total = self._before.nbytes if self._before is not None else None
-        if self._before is not None and len(self._now.saved) >= len(self._before.saved) - self._keep_last:
+        num_groups, nbytes = self._expected
+        keep = self.horizon if self._keep_last is None else self._keep_last
+        if nbytes and group.place >= num_groups - keep:
             return False
-        limit = self._budget(total if total is not None else self._now.nbytes + saved.nbytes)
-        return self._offloaded_nbytes + saved.nbytes <= limit
+        return self.offloaded_nbytes + saved.nbytes <= self._budget(nbytes or self.saved_nbytes)
 
     def _send_away(self, saved: Saved) -> None:
         saved.host = self.pool.take(saved.nbytes)
@@ -192,49 +247,125 @@ class Offloader:
             target.copy_(source, non_blocking=True)
 
         saved.moved = self._away.submit(copy)
-        saved.leaving = True
-        self._leaving.append(ref(saved))
-        self._offloaded_nbytes += saved.nbytes
+        self._leaving[-1].append(ref(saved))
+        self.offloaded_nbytes += saved.nbytes
 
-    def _let_go(self) -> None:
+    def _let_go(self, but: int = 1) -> None:
         """Give up the device's memory of what left before the last unit: the copies are done by now."""
-        while len(self._leaving) > 1:
-            saved = self._leaving.pop(0)()
-            if saved is not None and saved.leaving:
-                saved.moved.wait()
-                saved.device_copy, saved.leaving = None, False
-                self._known.pop(saved.key, None)  # another tensor may be there from now on
+        while len(self._leaving) > but:
+            for member in self._leaving.pop(0):
+                saved = member()
+                if saved is not None and saved.device_copy is not None:
+                    saved.leave_device()
+
+    def _ask_for_host_memory(self) -> None:
+        """The first unit has shown what a unit saves. Others will want as much: better to know now."""
+        num_units, _ = self._expected
+        total = num_units * self.saved_nbytes
+        wanted = min(total, self._budget(total))
+        self.pool.require(int(wanted), f"what {num_units} units save in a forward")
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, Packed):
+            found: Tensor = packed
+            return found
+        saved, group = packed.saved, packed.group
+        if not group.is_reached:
+            self._reach(group)
+        self._bring_back(saved)
+        saved.check()
+        if not saved.is_original:
+            saved.moved.wait()
+        assert saved.device_copy is not None
+        return saved.device_copy
+
+    def _reach(self, group: Group) -> None:
+        """The backward has come to ``group``: send for it as a whole, and for what will follow."""
+        group.is_reached = True
+        self._leaving = []  # what has not left yet is needed soon
+        if self._clock is not None:
+            self._clock.reach(self._device)
+        if self._last is not None and self._last.forward == group.forward:
+            self._follows[self._last.place] = group.place
+        self._last = group
+        upcoming: Group | None = group
+        for _ in range(1 + self.horizon):
+            if upcoming is None:
+                return
+            self._want(upcoming)
+            place = self._follows.get(upcoming.place, upcoming.place - 1)
+            upcoming = self._groups.get((upcoming.forward, place))
+
+    def _want(self, group: Group) -> None:
+        if not group.is_wanted:
+            group.is_wanted = True
+            for member in reversed(group.members):
+                saved = member()
+                if saved is not None:
+                    self._bring_back(saved)
 
     def _bring_back(self, saved: Saved) -> None:
         if saved.device_copy is not None:
-            saved.leaving = False  # it never left
             return
-        here = torch.empty_strided(saved.shape, saved.stride, dtype=saved.dtype, device=saved.device)
+        here = torch.empty_strided(saved.shape, saved.stride, dtype=saved.dtype, device=self._device)
         source = saved.host_view()
 
         def copy() -> None:
             here.copy_(source, non_blocking=True)
 
-        saved.device_copy = here
-        saved.moved = self._back.submit(copy)
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, Saved):
-            found: Tensor = packed
-            return found
-        self._bring_back(packed)
-        for number in range(packed.number - 1, packed.number - 1 - self._horizon, -1):
-            before = self._by_number.get(number)
-            if before is not None:
-                self._bring_back(before)
-        tensor = packed.device_copy
-        assert tensor is not None
-        if packed.host is None:
-            if tensor._version != packed.version:
-                raise RuntimeError(
-                    f"a tensor that backward needs, of shape {list(packed.shape)}, was changed in place "
-                    f"after it was saved: expected version {packed.version}, found {tensor._version}"
-                )
+        saved.be_on_device(here, is_original=False)
+        if self._clock is None:
+            saved.moved = self._back.submit(copy)
         else:
-            packed.moved.wait()
-        return tensor
+            saved.moved = self._back.submit(lambda: self._clock_copy(copy))
+
+    def _clock_copy(self, copy: Callable[[], None]) -> None:
+        assert self._clock is not None
+        with self._clock.transfer():
+            copy()
+
+
+class _Clock:
+    """How long transfers take beside the computation of a unit's backward, on the GPU's own clock.
+
+    Events are looked at when they are over: nobody waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._reached: list[torch.cuda.Event] = []  # when the backward came to a group
+        self._transfers: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._by_group: list[int] = []  # for each group, transfers begun since the one before
+        self._num_read = 0
+
+    def reach(self, device: torch.device) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        self._reached.append(event)
+        self._by_group.append(0)
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._transfers.append((start, end))
+        self._by_group[-1] += 1
+
+    def is_read(self) -> bool:
+        """Asked at the beginning of a forward: whether enough has been seen, and is over."""
+        self._num_read += bool(self._transfers)
+        pending = [self._reached[-1], *(end for _, end in self._transfers[-1:])] if self._transfers else []
+        return self._num_read >= _NUM_MEASURED and all(event.query() for event in pending)
+
+    def horizon(self) -> int:
+        """Groups to send for ahead, so that each is back when the backward comes to it."""
+        transfers = iter(self._transfers)
+        deepest = 1
+        pairs = zip(self._reached, self._reached[1:], self._by_group, strict=False)
+        for reached, following, count in pairs:
+            moved = sum(start.elapsed_time(end) for start, end in (next(transfers) for _ in range(count)))
+            deepest = max(deepest, math.ceil(moved / max(1e-3, reached.elapsed_time(following))))
+        return min(deepest, _MAX_HORIZON)

@@ -82,6 +82,17 @@ def register_params(boundary: Boundary) -> None:
             _places[shard] = _Place(ref(boundary), ref(unit), index)
 
 
+def optimizer_state_nbytes(boundary: Boundary) -> int:
+    """Bytes on the device that optimizers keep for the parameters of this model."""
+    found = 0
+    for optimizer, (_, weak) in list(_members.items()):
+        for unit, index in _alive(weak).get(boundary, []):
+            state = optimizer.state.get(unit.shards[index], {})
+            tensors = (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+            found += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return found
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for boundary, members in _find_members(optimizer).items():
         boundary.before_step(members)

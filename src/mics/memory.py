@@ -1,0 +1,182 @@
+"""Where a rank's memory goes: every term by name, from the formula and from the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from mics.engine import Engine, engine_of
+from mics.offload import Offloader
+from mics.optimizer_hooks import optimizer_state_nbytes
+
+_GIB: Final = 2**30
+_MIB: Final = 2**20
+_MOMENTS_NBYTES: Final = 8  # of AdamW, for each element of a master
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTerm:
+    """One kind of memory. Bytes; None: not known (yet)."""
+
+    name: str
+    where: Literal["device", "host"]
+    about: str
+    predicted: int | None
+    measured: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """What one rank holds. ``str()`` of it is a table."""
+
+    rank: int
+    terms: tuple[MemoryTerm, ...]
+    allocated: int | None
+    """Bytes that torch's allocator has handed out on the device now; None without a GPU."""
+    peak: int | None
+    """The most it had handed out since the peak was last reset."""
+
+    def __getitem__(self, name: str) -> MemoryTerm:
+        """The term with this name."""
+        return next(term for term in self.terms if term.name == name)
+
+    def total(self, where: Literal["device", "host"]) -> int:
+        """Measured bytes of all terms there."""
+        return sum(term.measured or 0 for term in self.terms if term.where == where)
+
+    def __str__(self) -> str:
+        rows = [("", "predicted", "measured", "")]
+        for where in ("device", "host"):
+            terms = [term for term in self.terms if term.where == where]
+            rows += [(term.name, _text(term.predicted), _text(term.measured), term.about) for term in terms]
+            total = sum(term.measured or 0 for term in terms)
+            rows.append((f"named terms on the {where}", "", _text(total), ""))
+        if self.peak is not None and self.allocated is not None:
+            beside = self.peak - self.total("device")
+            about = "activations, logits, workspace: whatever is neither named above nor kept"
+            rows.append(("allocated on the device now", "", _text(self.allocated), ""))
+            rows.append(("at its peak", "", _text(self.peak), ""))
+            rows.append(("beside the named terms", "", _text(beside), about))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [
+            f"{name:<{widths[0]}}  {predicted:>{widths[1]}}  {measured:>{widths[2]}}  {about}".rstrip()
+            for name, predicted, measured, about in rows
+        ]
+        return "\n".join([f"memory of rank {self.rank}", *lines])
+
+
+def memory(model: nn.Module, *, show: bool = True) -> MemoryReport:
+    """Every named term of this rank's memory, on the device and on the host. Rank 0 prints it.
+
+    Predictions follow from the settings; those about activations need a step to have run, and an optimizer
+    that has not stepped is taken to be AdamW.
+    """
+    engine = engine_of(model)
+    engine.mesh.lanes.drain()  # what is under way would count in one place or the other
+    on_gpu = engine.device.type == "cuda"
+    report = MemoryReport(
+        rank=engine.world.rank,
+        terms=tuple(_terms(engine, model)),
+        allocated=torch.cuda.memory_allocated(engine.device) if on_gpu else None,
+        peak=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
+    )
+    if show and engine.world.rank == 0:
+        print(report, flush=True)
+    return report
+
+
+def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
+    units = engine.units
+    trainable = [unit for unit in units if unit.spec.trainable]
+    size, replicas = engine.topology.partition_size, engine.topology.num_replicas
+    over = size * (replicas if any(unit.share.masters_over_replicas for unit in units) else 1)
+    yield _on_device(
+        "parameters",
+        f"this rank's {_share(size)} of them",
+        sum(unit.spec.layout.numel * unit.spec.param_dtype.itemsize for unit in units) / size,
+        _nbytes(unit.param_shard for unit in units),
+    )
+    gradients = [unit.gradients.shard for unit in trainable]
+    yield _on_device(
+        "gradients",
+        f"its {_share(size)}, accumulated over micro-steps",
+        sum(unit.spec.layout.numel * unit.spec.grad_dtype.itemsize for unit in trainable) / size,
+        _nbytes(shard for shard in gradients if shard is not None),
+    )
+    params = {unit.param_shard.untyped_storage().data_ptr() for unit in units}
+    apart = [unit for unit in trainable if unit.master.untyped_storage().data_ptr() not in params]
+    yield _on_device(
+        "masters",
+        f"its {_share(over)}" if apart else "the parameters are their own masters",
+        sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in apart) / over,
+        _nbytes(unit.master for unit in apart),
+    )
+    yield _on_device(
+        "optimizer state",
+        f"its {_share(over)}; predicted for AdamW",
+        sum(unit.spec.layout.numel for unit in trainable) * _MOMENTS_NBYTES / over,
+        optimizer_state_nbytes(engine.boundary),
+    )
+    gathered = [unit for unit in units if unit.memory.is_own]
+    largest = max((unit.memory.nbytes for unit in gathered), default=0)
+    ahead = engine.schedule.plans.prefetch.units
+    homes = 1 if ahead == 0 else min(ahead + 2, len(gathered))
+    yield _on_device(
+        "gathered units",
+        f"{homes} of the largest" if gathered else "nothing to gather",
+        homes * largest,
+        _nbytes(unit.flat for unit in gathered),
+    )
+    yield _on_device(
+        "reduce buffers",
+        "gradients of a whole unit, and this rank's chunk of the sum",
+        engine.boundary.expected_reduce_nbytes(),
+        _nbytes(t for buffer in engine.boundary.reduce_buffers() for t in (buffer.full, buffer.shard)),
+    )
+    yield _on_device("wire", "chunks on their way between ranks", None, engine.mesh.staging_nbytes())
+    yield _on_device("buffers", "of modules, whole on every rank", None, _nbytes(model.buffers()))
+    if engine.offloader is not None:
+        yield from _activation_terms(engine.offloader)
+
+
+def _activation_terms(offloader: Offloader) -> Iterator[MemoryTerm]:
+    saved, away = offloader.expected_nbytes()
+    yield _on_device(
+        "saved activations",
+        "of units: those that stay, and those that are on their way",
+        saved - away if saved else None,
+        offloader.held_nbytes(),
+    )
+    yield MemoryTerm(
+        name="offloaded activations",
+        where="host",
+        about="of units; kept from step to step",
+        predicted=away if saved else None,
+        measured=offloader.pool.nbytes,
+    )
+
+
+def _on_device(name: str, about: str, predicted: float | None, measured: int) -> MemoryTerm:
+    whole = None if predicted is None else round(predicted)
+    return MemoryTerm(name=name, where="device", about=about, predicted=whole, measured=measured)
+
+
+def _share(size: int) -> str:
+    return f"1/{size}" if size > 1 else "all"
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of distinct memory behind ``tensors``."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer)
+
+
+def _text(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.2f} MiB"
