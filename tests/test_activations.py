@@ -203,3 +203,137 @@ def test_a_callable_chooses() -> None:
     mics.shard(stack, partition_size=1, activations=mics.Activations(checkpoint=pick))
     stack(torch.rand(_ROWS, _WIDTH)).backward()
     assert [calls[block.up] for block in stack.blocks] == [1, 2, 1]  # type: ignore[index,union-attr]
+
+
+class Edits(Stack):
+    """Changes the input of a block while it is on its way to the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out = self.blocks[0](x)
+        x.mul_(2)
+        return self.blocks[1](out).sum()
+
+
+def test_an_edit_of_what_is_leaving_is_noticed() -> None:
+    """The copy to the host may have read either value."""
+    model = mics.shard(Edits(2), partition_size=1, activations=mics.Activations(offload=True, keep_last=0))
+    loss = model(torch.rand(_ROWS, _WIDTH))
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+class Masked(nn.Module):
+    """Every block gets the same large tensors: one that is held all the while, and an expanded one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.register_buffer("mask", torch.linspace(0, 1, _ROWS * _WIDTH).view(_ROWS, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        expanded = x.mean(0, keepdim=True).expand(_ROWS, _WIDTH)
+        for number, block in enumerate(self.blocks):
+            x = block(x, self.mask if number % 2 else expanded)
+        return x.square().mean()
+
+
+def test_what_is_held_anyway_is_copied_once_and_what_is_expanded_never() -> None:
+    torch.manual_seed(0)
+    model = mics.shard(Masked(), partition_size=1, activations=mics.Activations(offload=True, keep_last=0))
+    offloader = engine_of(model).offloader
+    assert offloader is not None
+    model(torch.rand(_ROWS, _WIDTH)).backward()
+    # The model's input needs no gradient but is saved all the same: four inputs and the mask.
+    assert offloader.saved_nbytes == 5 * _ROWS * _WIDTH * 4
+
+
+class Branches(nn.Module):
+    """The backward does not come in the reverse order of the forward: the blocks are independent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [block(x * (number + 1)) for number, block in enumerate(self.blocks)]
+
+
+def test_the_order_of_the_last_backward_decides_what_comes_back_next() -> None:
+    model = mics.shard(Branches(), partition_size=1, activations=mics.Activations(offload=True, keep_last=0))
+    offloader = engine_of(model).offloader
+    assert offloader is not None
+    order = [2, 0, 3, 1]
+    for _ in range(2):
+        outputs = model(torch.rand(_ROWS, _WIDTH))
+        for number in order:
+            outputs[number].sum().backward()
+    assert [offloader._follows[place] for place in order[:-1]] == order[1:]
+
+
+def test_a_forward_that_leads_nowhere_gives_everything_back() -> None:
+    model = mics.shard(Stack(), partition_size=1, activations=mics.Activations(offload=True))
+    offloader = engine_of(model).offloader
+    assert offloader is not None
+    for _ in range(3):
+        loss = model(torch.rand(_ROWS, _WIDTH))
+        del loss
+        with pytest.raises(RuntimeError, match="on purpose"):
+            _fail_in_forward(model, torch.rand(_ROWS, _WIDTH))
+    assert offloader._held.nbytes == 0
+    assert sum(map(len, offloader.pool._free.values())) == offloader.pool.num_allocations
+
+
+def test_memory_names_every_term(capsys: pytest.CaptureFixture[str]) -> None:
+    model = mics.shard(Stack(), partition_size=1, activations=mics.Activations(offload=True))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.rand(_ROWS, _WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = mics.memory(model)
+    assert str(report) in capsys.readouterr().out
+    unit = _ROWS * _WIDTH * 4
+    assert report["parameters"].predicted == report["parameters"].measured
+    assert report["optimizer state"].predicted == report["optimizer state"].measured
+    assert report["saved activations"].predicted == unit  # the last block's input
+    assert report["saved activations"].measured == 2 * unit  # beside the one that is leaving
+    assert report["offloaded activations"].predicted == 4 * unit
+    # In the first forward it was not known which one would be the last.
+    assert report["offloaded activations"].measured == 5 * unit
+    assert report.total("host") == 5 * unit
+
+
+def _cuda_losses(policy: mics.Activations | None) -> list[float]:
+    torch.manual_seed(0)
+    model = mics.shard(Stack().cuda(), partition_size=1, activations=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(6):
+        torch.manual_seed(step)
+        batches = list(torch.rand(2, _ROWS, _WIDTH, device="cuda"))
+        if step == 5:  # nothing waits, nothing is allocated on the host
+            torch.cuda.synchronize()
+            offloader = engine_of(model).offloader
+            before = offloader.pool.num_allocations if offloader is not None else 0
+            torch.cuda.set_sync_debug_mode("error")
+        losses = []
+        try:
+            for batch in mics.microsteps(model, batches):
+                loss = model(batch)
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found += [loss.item() for loss in losses]
+    assert offloader is None or offloader.pool.num_allocations == before
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(_POLICIES))
+def test_cuda_losses_are_equal_to_the_bit(name: str) -> None:
+    """On streams of their own, with no waiting on the host in a steady step."""
+    assert _cuda_losses(_POLICIES[name]) == _cuda_losses(None)

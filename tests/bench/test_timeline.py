@@ -60,8 +60,8 @@ def test_exposure_by_hand() -> None:
     ]
     found = exposure(Timeline(seconds=10, lanes=lanes), collectives, ranks_per_node=8)
     assert found.compute_seconds == 6
-    assert found.link_seconds == {"intra": 1, "inter": 4, "offload": 0}
-    assert found.exposed_seconds == {"intra": 1, "inter": 2, "offload": 0}
+    assert found.link_seconds == {"intra": 1, "inter": 4, "to host": 0, "from host": 0}
+    assert found.exposed_seconds == {"intra": 1, "inter": 2, "to host": 0, "from host": 0}
     assert found.exposed_by_kind == {"intra reduce_scatter": 1, "inter all_gather": 2}
     assert found.idle_seconds == 1
     assert found.link_nbytes == {"intra": 10, "inter": 800}
@@ -119,7 +119,8 @@ def test_kernels_find_their_lanes() -> None:
     ]
     assert [(s.name, s.end) for s in found.lanes["intra"]] == [("all_gather", pytest.approx(2.5e-6))]
     assert [s.name for s in found.lanes["compute"]] == ["matmul", "copy"]
-    assert [s.name for s in found.lanes["offload"]] == ["Memcpy DtoH"]
+    assert [s.name for s in found.lanes["to host"]] == ["copy"]
+    assert found.lanes["from host"] == []
 
 
 def test_a_step_on_the_cpu(tmp_path: Path) -> None:

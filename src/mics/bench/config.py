@@ -33,6 +33,9 @@ class Training:
     """Rows of a micro-step on one rank; None: the model's usual."""
     checkpoint: bool | None = None
     """Recompute each block in the backward; None: as the model usually does."""
+    offload: bool = False
+    """Keep in host memory what blocks save for the backward: by mics.Activations, in other systems by torch's
+    save_on_cpu."""
     param_dtype: DType | None = None
     """Format of the parameters; None: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: DType = "float32"
@@ -58,6 +61,7 @@ class Training:
                 param_dtype=default if self.param_dtype is None else self.param_dtype,
                 reduce_dtype=self.reduce_dtype,
                 device="cuda" if device == "cuda" else "cpu",
+                offload=self.offload,
             )
         except ValueError as error:
             raise SettingsError(str(error)) from None

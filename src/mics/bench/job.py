@@ -38,6 +38,8 @@ class Job:
     max_norm: float | None = None
     """Clip the gradients to this norm; None: do not clip."""
     seed: int = 0
+    offload: bool = False
+    """What blocks save for the backward waits in host memory."""
 
     def __post_init__(self) -> None:
         for name in ("partition_size", "micro_batch", "accumulation"):

@@ -53,6 +53,14 @@ BENCH_MODELS: Final = MappingProxyType(
             checkpoint=True,
             about="hidden 4096, 16 layers, sequence 2048",
         ),
+        "gpt-20b": BenchModel(
+            config=replace(
+                GPT_SIZES["gpt-3.6b"], num_layers=24, num_heads=64, hidden_size=8192, rotary=False
+            ),
+            micro_batch=4,
+            checkpoint=True,
+            about="hidden 8192, 24 layers, sequence 2048",
+        ),
         "bert-10b": BenchModel(
             config=GPTConfig(
                 num_layers=24,

@@ -15,18 +15,31 @@ from mics.bench.intervals import Interval, subtract
 from mics.bench.timeline import LANES, Exposure, Timeline
 from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 
-_LANE_COLOURS: Final = {"compute": GREY, "intra": GREEN, "inter": BLUE, "offload": INK}
+_LANE_COLOURS: Final = {
+    "compute": GREY,
+    "intra": GREEN,
+    "inter": BLUE,
+    "to host": INK,
+    "from host": INK,
+}
+_ALWAYS_SHOWN: Final = ("compute", "intra", "inter")
 _SERIES: Final = (BLUE, ORANGE, GREEN, INK, GREY, "#8a5a9e", "#b5892f")
 
 
 def draw_timeline(file: Path, timeline: Timeline, found: Exposure, *, title: str) -> None:
-    """One step: a lane for compute and for each link; what no computing hides is orange."""
+    """One step: a lane for compute and for each link; what no computing hides is orange.
+
+    Copies between device and host have lanes where there are any to speak of.
+    """
+    shown = [lane for lane in LANES if lane in _ALWAYS_SHOWN or found.link_seconds[lane] > 2e-3]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12.0, 3.4), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+        figure = Figure(
+            figsize=(12.0, 1.0 + 0.65 * len(shown)), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+        )
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         compute = timeline.busy("compute")
-        for row, lane in enumerate(LANES):
+        for row, lane in enumerate(shown):
             busy = timeline.busy(lane)
             axes.broken_barh(_bars(busy), (row - 0.36, 0.72), color=_LANE_COLOURS[lane], linewidth=0)
             if lane != "compute":
@@ -37,10 +50,10 @@ def draw_timeline(file: Path, timeline: Timeline, found: Exposure, *, title: str
         labels = [
             f"{lane}\n{1e3 * seconds[lane]:.0f} ms"
             + (f", {1e3 * found.exposed_seconds[lane]:.0f} exposed" if lane != "compute" else "")
-            for lane in LANES
+            for lane in shown
         ]
-        axes.set_yticks(range(len(LANES)), labels)
-        axes.set_ylim(len(LANES) - 0.4, -0.6)
+        axes.set_yticks(range(len(shown)), labels)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlim(0, 1e3 * timeline.seconds)
         axes.set_xlabel("ms; orange: a link is busy and nothing computes")
         axes.set_title(f"{title}: one step, {1e3 * timeline.seconds:.0f} ms")

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mics.bench.summary import Row
+from mics.bench.timeline import LINKS
 
 
 def print_report(row: Row, folder: Path, console: Console) -> int:
@@ -32,7 +33,7 @@ def print_report(row: Row, folder: Path, console: Console) -> int:
     communicating = sum(exposure.link_seconds[link] for link in ("intra", "inter"))
     table.add_row("communicating", f"{1e3 * communicating:.1f} ms")
     table.add_row("neither", f"{1e3 * exposure.idle_seconds:.1f} ms")
-    for link in ("intra", "inter", "offload"):
+    for link in LINKS:
         busy, exposed = exposure.link_seconds[link], exposure.exposed_seconds[link]
         if busy > 0:
             table.add_row(f"{link}: busy, exposed", f"{1e3 * busy:.1f} ms, {1e3 * exposed:.1f} ms")

@@ -1,6 +1,6 @@
 """One step, seen from the GPU (or the CPU): who was busy when.
 
-Lanes are ``compute``, the links ``intra`` and ``inter``, and ``offload`` (copies between device and host).
+Lanes are ``compute``, the links ``intra`` and ``inter``, and the two directions between device and host.
 A collective is *exposed* while it holds its link and nothing computes.
 """
 
@@ -20,7 +20,8 @@ from mics.bench.intervals import Interval, subtract, total, union
 from mics.comm.emulated import Collective, Emulation
 from mics.comm.emulated.device_links import RESERVE, WAIT
 
-LANES: Final = ("compute", "intra", "inter", "offload")
+LINKS: Final = ("intra", "inter", "to host", "from host")
+LANES: Final = ("compute", *LINKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def exposure(timeline: Timeline, collectives: list[Collective], ranks_per_node: 
     compute = timeline.busy("compute")
     link_seconds, exposed = {}, {}
     by_kind: dict[str, float] = {}
-    for lane in ("intra", "inter", "offload"):
+    for lane in LINKS:
         link_seconds[lane] = total(timeline.busy(lane))
         exposed[lane] = total(subtract(timeline.busy(lane), compute))
         kinds: dict[str, list[Interval]] = defaultdict(list)
@@ -146,7 +147,8 @@ def _from_kernels(events: list[Any], collectives: list[Collective]) -> Timeline:
         elif stream in open_on or event.duration_ns() == 0:
             continue
         elif "Memcpy HtoD" in name or "Memcpy DtoH" in name:
-            lanes["offload"].append(Segment(name=name.split(" (")[0], start=start, end=end))
+            lane = "to host" if "DtoH" in name else "from host"
+            lanes[lane].append(Segment(name="copy", start=start, end=end))
         else:
             lanes["compute"].append(Segment(name=name, start=start, end=end))
     last = max((event.end_ns() for event in events), default=origin)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mics.bench.job import Job
@@ -21,8 +21,10 @@ def device_of(job: Job) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
 
 
-def meta_model(job: Job) -> GPT:
+def meta_model(job: Job, *, own_activations: bool = False) -> GPT:
     """The job's model on the ``meta`` device, with initialisers that give the job's values wherever they run.
+
+    A system with ``own_activations`` recomputes and offloads by its own means.
 
     Values depend on the job's seed and on the kind of device, not on the system.
     """
@@ -34,8 +36,10 @@ def meta_model(job: Job) -> GPT:
         if own is not None:
             # Tied modules share the parameter, hence the seed: whichever runs last gives the same values.
             _seed_initialiser(module, job.seed * len(order) + order[own])
-    if job.checkpoint:
+    if not own_activations and job.checkpoint:
         _recompute_blocks(model)
+    if not own_activations and job.offload:
+        _offload_blocks(model, pin=job.device == "cuda")
     return model
 
 
@@ -92,3 +96,14 @@ def _recompute_blocks(model: GPT) -> None:
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=model.config.dropout > 0
         )
+
+
+def _offload_blocks(model: GPT, *, pin: bool) -> None:
+    """Keep what each block saves in host memory, as torch does it."""
+    for block in model.blocks:
+        block.forward = partial(_call_with_saved_on_cpu, block.forward, pin)
+
+
+def _call_with_saved_on_cpu(forward: Callable[..., Tensor], pin: bool, *args: object) -> Tensor:
+    with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+        return forward(*args)

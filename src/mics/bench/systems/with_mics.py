@@ -10,7 +10,7 @@ from mics.bench.systems.start import device_of, materialise, meta_model
 
 
 def _build(job: Job, *, optimizer_sharding: Literal["world", "partition"]) -> Loop:
-    model = meta_model(job)
+    model = meta_model(job, own_activations=True)
     if job.device == "cpu":
         # From meta, shards go to a GPU wherever the collectives reach one.
         materialise(model, device_of(job))
@@ -19,6 +19,11 @@ def _build(job: Job, *, optimizer_sharding: Literal["world", "partition"]) -> Lo
         partition_size=job.partition_size,
         precision=mics.Precision(param=job.param, reduce=job.reduce, replica_reduce=job.reduce),
         optimizer_sharding=optimizer_sharding,
+        activations=mics.Activations(
+            checkpoint="unit" if job.checkpoint else "none",
+            offload=job.offload,
+            preserve_rng_state=job.model.dropout > 0,
+        ),
     )
     return Loop(job, model, microsteps=mics.microsteps, clip=mics.clip_grad_norm_)
 

@@ -453,6 +453,11 @@ def _fill(output: Tensor, source: Tensor) -> None:
     if part.numel() == 0 or output.numel() == 0:
         output.zero_()
         return
+    if output.is_contiguous() and output.numel() % part.numel() == 0:
+        output.view(-1, part.numel()).copy_(
+            part
+        )  # with no memory of its own: that would count for the system
+        return
     count = -(-output.numel() // part.numel())
     output.copy_(part.repeat(count)[: output.numel()].view(output.shape))
 

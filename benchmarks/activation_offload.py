@@ -1,0 +1,243 @@
+"""What activation offload costs and what it makes room for, on one GPU as rank 0 of an emulated node.
+
+    python benchmarks/activation_offload.py compare
+    python benchmarks/activation_offload.py walk
+
+compare: step time and memory of mics without and with offload and of FSDP2 with torch's save_on_cpu, then the
+largest micro-batch of each. walk: memory reports on the way to a larger model. On a CPU both run a small
+model and show times and named terms alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mics
+from mics.bench.job import Job
+from mics.bench.models import BENCH_MODELS
+from mics.bench.picture import draw_timeline
+from mics.bench.systems import SYSTEMS
+from mics.bench.timeline import exposure, record
+from mics.clusters import find_cluster
+
+GIB = 2**30
+WAYS = {
+    "mics, no offload": ("mics", False),
+    "mics, offload": ("mics", True),
+    "FSDP2, save_on_cpu": ("fsdp2", True),
+}
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+
+@dataclass
+class Found:
+    """Of one way. Bytes and seconds."""
+
+    steps: list[float]
+    forward_nbytes: int = 0  # allocated by a forward and kept for its backward
+    peak: int = 0
+    retries: int = 0
+    largest: int = 0
+    largest_seconds: float = 0.0
+    largest_peak: int = 0
+
+
+def job_of(model: str, *, offload: bool, checkpoint: bool = True, partition_size: int = 8) -> Job:
+    found = BENCH_MODELS[model]
+    return Job(
+        model=found.config,
+        partition_size=partition_size,
+        micro_batch=found.micro_batch,
+        accumulation=1,
+        checkpoint=checkpoint,
+        param_dtype="bfloat16" if ON_GPU else "float32",
+        reduce_dtype="float32",
+        device="cuda" if ON_GPU else "cpu",
+        offload=offload,
+    )
+
+
+def batch_of(job: Job, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = torch.randint(0, job.model.vocab_size, (rows, job.model.seq_len + 1), device=DEVICE)
+    return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    sync()
+    began = time.perf_counter()
+    step()
+    sync()
+    return time.perf_counter() - began
+
+
+def sync() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def allocated() -> int:
+    sync()
+    return torch.cuda.memory_allocated() if ON_GPU else 0
+
+
+def retries() -> int:
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if ON_GPU else 0
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measure every way, one after the other in this process, and print a table."""
+    results: dict[str, Found] = {}
+    for name, (system, offload) in WAYS.items():
+        job = job_of(args.model, offload=offload)
+        with mics.emulate(find_cluster(args.cluster)) as emulation:
+            trainer: Any = SYSTEMS[system].build(job)
+            results[name] = measure(trainer, job, args)
+            if name == "mics, offload":
+                mics.memory(trainer._model)
+                picture(trainer, job, emulation, args.out)
+            results[name] = grow(trainer, job, results[name], args)
+            trainer.close()
+        forget()
+        print(name, results[name], f"{time.perf_counter():.0f} s", flush=True)
+    config = BENCH_MODELS[args.model].config
+    saved = config.num_layers * BENCH_MODELS[args.model].micro_batch * config.seq_len * config.hidden_size * 2
+    plain, ours = results["mics, no offload"], results["mics, offload"]
+    remains = saved - (plain.forward_nbytes - ours.forward_nbytes)
+    print(
+        f"\ninputs of all blocks: {saved / GIB:.2f} GiB; with offload {remains / GIB:.2f} GiB remain "
+        f"on the device ({100 * remains / saved:.1f}%); step time {min(ours.steps) / min(plain.steps):.4f} of "
+        "that without\n"
+    )
+    print(
+        "| | step ms, lowest | all | peak GiB | retries | largest micro-batch | its step ms | a row | peak |"
+    )
+    print("|---|---:|---|---:|---:|---:|---:|---:|---:|")
+    for name, found in results.items():
+        cells = (
+            f"{1e3 * min(found.steps):.0f}",
+            ", ".join(f"{1e3 * seconds:.0f}" for seconds in found.steps),
+            f"{found.peak / GIB:.1f}",
+            f"{found.retries}",
+            f"{found.largest}",
+            f"{1e3 * found.largest_seconds:.0f}",
+            f"{1e3 * found.largest_seconds / max(1, found.largest):.0f}",
+            f"{found.largest_peak / GIB:.1f}",
+        )
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def measure(trainer: Any, job: Job, args: argparse.Namespace) -> Found:
+    batches = batch_of(job, job.micro_batch)
+    for _ in range(args.warmup):
+        trainer.step(batches)
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    found = Found(steps=[seconds_of(lambda: trainer.step(batches)) for _ in range(args.steps)])
+    found.peak = torch.cuda.max_memory_allocated() if ON_GPU else 0
+    found.retries = retries()
+    before = allocated()
+    loss = trainer._model(*batches[0])
+    found.forward_nbytes = allocated() - before
+    loss.backward()
+    trainer._optimizer.step()
+    trainer._optimizer.zero_grad()
+    return found
+
+
+def grow(trainer: Any, job: Job, found: Found, args: argparse.Namespace) -> Found:
+    """Larger micro-batches until one does not fit."""
+    if ON_GPU:
+        share = args.memory_gib * GIB / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    rows = args.grow_from
+    while rows <= args.grow_to:
+        batches = batch_of(job, rows)
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            took = seconds_of(lambda batches=batches: trainer.step(batches))
+        except torch.OutOfMemoryError:
+            break
+        found = replace(
+            found,
+            largest=rows,
+            largest_seconds=took,
+            largest_peak=torch.cuda.max_memory_allocated() if ON_GPU else 0,
+        )
+        rows += args.grow_by
+    if ON_GPU:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return found
+
+
+def picture(trainer: Any, job: Job, emulation: Any, folder: Path) -> None:
+    batches = batch_of(job, job.micro_batch)
+    timeline, collectives = record(lambda: trainer.step(batches), emulation, DEVICE)
+    found = exposure(timeline, collectives, emulation.cluster.ranks_per_node)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_timeline(folder / "offload.timeline.png", timeline, found, title="activation offload")
+
+
+def walk(args: argparse.Namespace) -> None:
+    """Partition size, then checkpointing, then offload: a memory report after each."""
+    ways = [  # name, partition size, checkpoint, offload
+        ("partition size 1", 1, False, False),
+        ("partition size 8", 8, False, False),
+        ("and checkpointing", 8, True, False),
+        ("and offload", 8, True, True),
+    ]
+    for name, partition_size, checkpoint, offload in ways:
+        job = job_of(args.model, offload=offload, checkpoint=checkpoint, partition_size=partition_size)
+        with mics.emulate(find_cluster(args.cluster)):
+            trainer: Any = SYSTEMS["mics"].build(job)
+            batches = batch_of(job, job.micro_batch)
+            for _ in range(3):
+                trainer.step(batches)
+            if ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+            took = seconds_of(lambda trainer=trainer, batches=batches: trainer.step(batches))
+            print(f"\n== {name}: {1e3 * took:.0f} ms a step", flush=True)
+            mics.memory(trainer._model)
+            trainer.close()
+        forget()
+
+
+def forget() -> None:
+    for _ in range(3):
+        gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=("compare", "walk"))
+    parser.add_argument("--model", help="one of `mics bench --model`")
+    parser.add_argument("--cluster", default="benchmarks/clusters/ordinary.yaml:1")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--memory-gib", type=float, default=80.0, help="device memory that may be used while growing"
+    )
+    parser.add_argument("--grow-from", type=int, default=6)
+    parser.add_argument("--grow-by", type=int, default=2)
+    parser.add_argument("--grow-to", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=Path("runs/offload"))
+    args = parser.parse_args()
+    if args.model is None:
+        args.model = {"compare": "gpt-20b", "walk": "gpt-3.6b"}[args.what] if ON_GPU else "gpt-small"
+    {"compare": compare, "walk": walk}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
