@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mics.errors import SettingsError
+from mics.errors import MicsError, SettingsError
 from mics.offload import Offloader
 
 
@@ -106,6 +106,25 @@ def apply_activations(
     return offloader
 
 
+# What Hugging Face's layers call the keys and values that they keep for generation.
+_CACHES: Final = ("past_key_values", "past_key_value", "layer_past")
+
+
+def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Computing again would write into a cache again. Training reads none, unless it began filled."""
+    caches = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
+    for name, cache in caches.items():
+        length = getattr(cache, "get_seq_length", None)
+        if length is not None and length() > 0:
+            raise MicsError(
+                f"{name}: expected an empty cache in a unit that is computed again in its backward, found "
+                f"{length()} tokens; train without it, or leave this unit out (Activations.checkpoint)"
+            )
+    if not caches and not kwargs.get("use_cache"):
+        return kwargs
+    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
+
+
 def _wrapped(
     forward: Callable[..., Any],
     policy: Activations | None,
@@ -120,6 +139,7 @@ def _wrapped(
         with saving():
             if policy is None:
                 return forward(*args, **kwargs)
+            kwargs = _without_caches(kwargs)
             return checkpoint(
                 forward,
                 *args,

@@ -97,14 +97,14 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     over = size * (replicas if any(unit.share.masters_over_replicas for unit in units) else 1)
     yield _on_device(
         "parameters",
-        f"this rank's {_share(size)} of them",
+        _share(size),
         sum(unit.spec.layout.numel * unit.spec.param_dtype.itemsize for unit in units) / size,
         _nbytes(unit.param_shard for unit in units),
     )
     gradients = [unit.gradients.shard for unit in trainable]
     yield _on_device(
         "gradients",
-        f"its {_share(size)}, accumulated over micro-steps",
+        f"{_share(size)}, accumulated over micro-steps",
         sum(unit.spec.layout.numel * unit.spec.grad_dtype.itemsize for unit in trainable) / size,
         _nbytes(shard for shard in gradients if shard is not None),
     )
@@ -112,13 +112,13 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     apart = [unit for unit in trainable if unit.master.untyped_storage().data_ptr() not in params]
     yield _on_device(
         "masters",
-        f"its {_share(over)}" if apart else "the parameters are their own masters",
+        _share(over) if apart else "the parameters are their own masters",
         sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in apart) / over,
         _nbytes(unit.master for unit in apart),
     )
     yield _on_device(
         "optimizer state",
-        f"its {_share(over)}; predicted for AdamW",
+        f"{_share(over)}; predicted for AdamW",
         sum(unit.spec.layout.numel for unit in trainable) * _MOMENTS_NBYTES / over,
         optimizer_state_nbytes(engine.boundary),
     )
@@ -167,7 +167,7 @@ def _on_device(name: str, about: str, predicted: float | None, measured: int) ->
 
 
 def _share(size: int) -> str:
-    return f"1/{size}" if size > 1 else "all"
+    return f"this rank's 1/{size}" if size > 1 else "all of them"
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
