@@ -183,6 +183,6 @@ def test_activations_are_recomputed_and_moved(build: Any) -> None:
     for plain, recomputed, moved, all_moved in run_ranks(2, _with_activations, build):
         assert plain[0] == all_moved[0]
         assert recomputed[0] == moved[0]
-        # What is computed again goes without a cache, which moves keys and values: T5 then rounds differently.
+        # What is computed again goes without a cache, which moves keys and values: T5 rounds differently.
         assert recomputed[0] == (pytest.approx(plain[0], rel=1e-4) if build is _t5 else plain[0])
         assert 0 == plain[1] == recomputed[1] < moved[1] < all_moved[1]

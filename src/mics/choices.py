@@ -8,18 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mics.assign import ParamRef, Site
-from mics.auto import (
-    batch_nbytes,
-    exchange_pays,
-    gather_seconds,
-    latency_nbytes,
-    prefetch_units,
-    two_stages_pay,
-)
+from mics.auto import batch_nbytes, exchange_pays, two_stages_pay
 from mics.buffers import keeps_statistics
 from mics.cost import Kind, Span
 from mics.layout import plan_layout
-from mics.plans import Batching, Plans, Prefetch, batches_of
+from mics.planner.depth import batching_for, depth_for
+from mics.plans import Plans, Prefetch
 from mics.settings import Settings
 from mics.topology import Topology, plan_topology, why_not_two_stage
 from mics.unit import Unit
@@ -64,32 +58,28 @@ class Choices:
         self._span = _span(topology)
         self._two_stage = topology.two_stage[0]
         self._specs = {unit.spec.index: unit.spec for unit in units}
-        largest = max((spec.gathered_nbytes for spec in self._specs.values()), default=0)
-        # No batch is larger than what the largest unit takes anyway: the memory stays what it would be.
-        self._batching = Batching(
-            nbytes=min(batch_nbytes(self._cluster, self._span), largest),
-            tiny_nbytes=min(latency_nbytes(self._cluster, self._span), largest // 16),
-        )
+        self._sizes = {index: spec.gathered_nbytes for index, spec in self._specs.items()}
         kind = Kind.ALL_TO_ALL if replicas_exchange(settings, topology) else Kind.ALL_GATHER
         self.replica_batch_nbytes = batch_nbytes(self._cluster, _replica_span(topology), kind)
 
     def plans(self) -> Plans:
         """Where orders will be recorded."""
-        sizes = {index: spec.gathered_nbytes for index, spec in self._specs.items()}
+        batching = batching_for(self._cluster, self._span, max(self._sizes.values(), default=0))
         # Until the first steps have shown how much there is to compute: one unit ahead.
         prefetch = self._prefetch or Prefetch(units=1)
-        return Plans(prefetch, sizes=sizes, batching=self._batching, is_final=self._prefetch is not None)
+        return Plans(prefetch, sizes=self._sizes, batching=batching, is_final=self._prefetch is not None)
 
     def prefetch(self, order: Sequence[int], rows: int) -> int:
         """Units to look ahead along ``order``, each multiplied with ``rows`` rows of activations."""
-        sizes = {index: spec.gathered_nbytes for index, spec in self._specs.items()}
-        gathers, computes = [], []
-        for batch in batches_of(order, sizes, self._batching):
-            nbytes = sum(sizes[index] for index in batch)
-            numel = sum(self._specs[index].layout.numel for index in batch)
-            gathers.append(gather_seconds(self._cluster, self._span, nbytes, two_stage=self._two_stage))
-            computes.append(2 * numel * rows / (self._cluster.flops or 1e12))
-        return prefetch_units(gathers, computes)
+        return depth_for(
+            self._cluster,
+            self._span,
+            order,
+            sizes=self._sizes,
+            numels={index: spec.layout.numel for index, spec in self._specs.items()},
+            rows=rows,
+            two_stage=self._two_stage,
+        )
 
 
 def _span(topology: Topology) -> Span:

@@ -47,12 +47,22 @@ def _emulate(args: Sequence[str]) -> int:
     return emulate(args)
 
 
+def _plan(args: Sequence[str]) -> int:
+    from mics.planner.command import plan
+
+    return plan(args)
+
+
 COMMANDS: Final = {
     "bench": Command(
         summary="compare systems on an emulated cluster, on namespace hosts or on ranks", run=_bench
     ),
     "emulate": Command(
         summary="train as rank 0 of a cluster that is not there; where time goes", run=_emulate
+    ),
+    "plan": Command(
+        summary="what a training run will cost, how to split it and whether it fits, before renting",
+        run=_plan,
     ),
     "train": Command(summary="train a GPT on a text; starts its own ranks if no launcher did", run=_train),
 }

@@ -9,12 +9,16 @@ are round figures of the kind that collective benchmarks report for the fabric. 
     intra: {bandwidth: 300e9, latency: 3e-6}                       # bytes a second for each rank, seconds
     inter: {bandwidth: 50e9, latency: 20e-6, ramp_nbytes: 65536}   # bytes a second for the whole node
     flops: 600e12                                                  # of one rank, in large matrices
+    peak_flops: 989e12                                             # for mics plan: of the data sheet,
+    memory_nbytes: 151e9                                           # and of one rank's memory: bytes,
+    memory_bandwidth: 4.8e12                                       # bytes a second,
+    host_nbytes: 2e12                                              # and of a node's own memory
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -42,9 +46,35 @@ def _infiniband(gbit_per_second: float) -> Link:
     return Link(bandwidth=gbit_per_second * _GBIT, latency=5e-6, ramp_nbytes=_NETWORK_RAMP)
 
 
-def _node(name: str, intra: Link, inter: Link, tflops: float) -> Cluster:
-    """``tflops``: what large matrices in 16-bit formats reach, about 60 to 80% of the data sheet's peak."""
-    return Cluster(name=name, num_nodes=1, ranks_per_node=8, intra=intra, inter=inter, flops=tflops * 1e12)
+@dataclass(frozen=True, kw_only=True)
+class _Gpu:
+    """Of a data sheet, but for ``tflops``: what large matrices reach, about 60 to 80% of the peak."""
+
+    tflops: float
+    peak_tflops: float  # 16-bit formats, dense
+    memory_gib: float
+    memory_tbs: float
+
+
+_V100: Final = _Gpu(tflops=90, peak_tflops=125, memory_gib=32, memory_tbs=0.9)
+_A100_40: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=40, memory_tbs=1.555)
+_A100_80: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=80, memory_tbs=2.039)
+_H100: Final = _Gpu(tflops=650, peak_tflops=989, memory_gib=80, memory_tbs=3.35)
+
+
+def _node(name: str, intra: Link, inter: Link, gpu: _Gpu, *, host_gib: float = 0.0) -> Cluster:
+    return Cluster(
+        name=name,
+        num_nodes=1,
+        ranks_per_node=8,
+        intra=intra,
+        inter=inter,
+        flops=gpu.tflops * 1e12,
+        peak_flops=gpu.peak_tflops * 1e12,
+        memory_nbytes=gpu.memory_gib * 2**30,
+        memory_bandwidth=gpu.memory_tbs * 1e12,
+        host_nbytes=host_gib * 2**30,
+    )
 
 
 PRESETS: Final = MappingProxyType(
@@ -52,15 +82,15 @@ PRESETS: Final = MappingProxyType(
         node.name: node
         for node in (
             # 8 V100 32 GB, NVLink 300 GB/s a GPU, 100 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p3
-            _node("p3dn.24xlarge", _nvlink(300), _efa(100), 90),
+            _node("p3dn.24xlarge", _nvlink(300), _efa(100), _V100, host_gib=768),
             # 8 A100 40 GB, NVSwitch 600 GB/s a GPU, 400 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p4
-            _node("p4d.24xlarge", _nvlink(600), _efa(400), 240),
+            _node("p4d.24xlarge", _nvlink(600), _efa(400), _A100_40, host_gib=1152),
             # The same with A100 80 GB.
-            _node("p4de.24xlarge", _nvlink(600), _efa(400), 240),
+            _node("p4de.24xlarge", _nvlink(600), _efa(400), _A100_80, host_gib=1152),
             # 8 H100 80 GB, NVSwitch 900 GB/s a GPU, 3200 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p5
-            _node("p5.48xlarge", _nvlink(900), _efa(3200), 650),
+            _node("p5.48xlarge", _nvlink(900), _efa(3200), _H100, host_gib=2048),
             # 8 H100 80 GB, NVLink 900 GB/s a GPU, 8 ConnectX-7 of 400 Gbit/s: NVIDIA DGX H100 data sheet
-            _node("dgx-h100", _nvlink(900), _infiniband(3200), 650),
+            _node("dgx-h100", _nvlink(900), _infiniband(3200), _H100, host_gib=2048),
         )
     }
 )
@@ -68,7 +98,7 @@ PRESETS: Final = MappingProxyType(
 
 _ORDINARY_NETWORK: Final = _efa(400)
 _ASSUMED: Final = {"V100": "p3dn.24xlarge", "A100": "p4d.24xlarge", "H100": "dgx-h100", "H200": "dgx-h100"}
-_ANY_GPU: Final = _node("gpus", _nvlink(300), _ORDINARY_NETWORK, 100)
+_ANY_GPU: Final = _node("gpus", _nvlink(300), _ORDINARY_NETWORK, _V100)
 _THROUGH_THE_HOST: Final = Link(bandwidth=2e9, latency=50e-6)
 _ANY_CPU: Final = Cluster(
     name="cpus",
@@ -130,8 +160,9 @@ def _read(path: Path) -> Cluster:
     for link in ("intra", "inter"):
         values = _checked(path, link, described[link], Link, required={"bandwidth", "latency"})
         described[link] = Link(**{key: _number(path, f"{link}.{key}", values[key]) for key in values})
-    if "flops" in described:
-        described["flops"] = _number(path, "flops", described["flops"])
+    for key in ("flops", "peak_flops", "memory_nbytes", "memory_bandwidth", "host_nbytes"):
+        if key in described:
+            described[key] = _number(path, key, described[key])
     described.setdefault("num_nodes", 1)
     described.setdefault("name", path.stem)
     return Cluster(**described)

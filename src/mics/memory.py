@@ -13,10 +13,10 @@ from torch import Tensor
 from mics.engine import Engine, engine_of
 from mics.offload import Offloader
 from mics.optimizer_hooks import optimizer_state_nbytes
+from mics.planner.memory import ADAM_NBYTES, homes
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
-_MOMENTS_NBYTES: Final = 8  # of AdamW, for each element of a master
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,17 +119,15 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     yield _on_device(
         "optimizer state",
         f"{_share(over)}; predicted for AdamW",
-        sum(unit.spec.layout.numel for unit in trainable) * _MOMENTS_NBYTES / over,
+        sum(unit.spec.layout.numel for unit in trainable) * ADAM_NBYTES / over,
         optimizer_state_nbytes(engine.boundary),
     )
     gathered = [unit for unit in units if unit.memory.is_own]
-    largest = max((unit.memory.nbytes for unit in gathered), default=0)
     ahead = engine.schedule.plans.prefetch.units
-    homes = 1 if ahead == 0 else min(ahead + 2, len(gathered))
     yield _on_device(
         "gathered units",
-        f"{homes} of the largest" if gathered else "nothing to gather",
-        homes * largest,
+        f"at work, and {ahead} ahead" if gathered else "nothing to gather",
+        homes([unit.memory.nbytes for unit in gathered], ahead),
         _nbytes(unit.flat for unit in gathered),
     )
     yield _on_device(

@@ -39,7 +39,8 @@ class Cluster:
     """Equal nodes: ranks talk over ``intra`` inside one, and share one ``inter`` uplink to the others.
 
     ``intra`` is what each rank has for itself, ``inter`` what all ranks of a node have together. Ranks are
-    numbered node by node. ``flops`` is what a rank computes a second, in matrices of a usual size.
+    numbered node by node. ``flops`` is what a rank computes a second, in matrices of a usual size; the
+    planner needs the rest too.
     """
 
     num_nodes: int
@@ -48,6 +49,10 @@ class Cluster:
     inter: Link
     name: str = "cluster"
     flops: float = 0.0  # 0: not known
+    peak_flops: float = 0.0  # of the data sheet, in 16-bit formats; 0: not known
+    memory_nbytes: float = 0.0  # of one rank's device; 0: not known
+    memory_bandwidth: float = 0.0  # bytes a second, of that memory; 0: not known
+    host_nbytes: float = 0.0  # of a node's own memory; 0: not known
 
     def __post_init__(self) -> None:
         for field in ("num_nodes", "ranks_per_node"):
@@ -55,8 +60,10 @@ class Cluster:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise SettingsError(f"{field}: expected a positive integer, found {count!r}")
 
-        if not self.flops >= 0:
-            raise SettingsError(f"flops: expected a number from 0, found {self.flops!r}")
+        for field in ("flops", "peak_flops", "memory_nbytes", "memory_bandwidth", "host_nbytes"):
+            value = getattr(self, field)
+            if not value >= 0:
+                raise SettingsError(f"{field}: expected a number from 0, found {value!r}")
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,169 @@
+"""The whole answer to "what will it cost": choices, curves, money and goodput, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from mics.errors import SettingsError
+from mics.planner.goodput import Faults, Goodput, goodput
+from mics.planner.search import Choice, Found, Wanted, search, smallest_cluster
+from mics.planner.systems import SYSTEMS, Prediction, predict
+
+_GIB: Final = 2**30
+_MAX_GPUS: Final = 100_000
+_CURVE_STEP: Final = 4
+PEERS: Final = ("mics", "hsdp", "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Money:
+    """Of training on a number of tokens."""
+
+    tokens: float
+    hours: float
+    dollars: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Everything that a report shows."""
+
+    found: Found
+    peers: dict[str, Prediction]
+    """The best choice's setting, as other systems would run it."""
+    weak: dict[str, list[tuple[int, float]]]
+    """By system: GPUs and model TFLOP/s of each, the rows of a GPU staying the same."""
+    strong: dict[str, list[tuple[int, float]]]
+    """The same with the rows of the whole step staying the same."""
+    goodput: Goodput | None
+    money: Money | None
+
+    @property
+    def best(self) -> Choice:
+        return self.found.choices[0]
+
+
+def answer(
+    wanted: Wanted,
+    *,
+    faults: Faults | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    curves: bool = True,
+) -> Answer:
+    """Search, compare and add up. Raises if nothing fits, with what would."""
+    found = search(wanted)
+    if not found.choices:
+        raise SettingsError(_too_large(found))
+    best = found.choices[0]
+    left = goodput(faults, wanted.cluster.num_nodes) if faults is not None else None
+    money = None
+    if tokens is not None:
+        hours = tokens / best.prediction.tokens_per_second / 3600 / (left.share if left and left.share else 1)
+        dollars = hours * wanted.cluster.num_nodes * price if price is not None else None
+        money = Money(tokens=tokens, hours=hours, dollars=dollars)
+    return Answer(
+        found=found,
+        peers={name: predict(best.setting, name) for name in PEERS},
+        weak=_curves(wanted, best, strong=False) if curves else {},
+        strong=_curves(wanted, best, strong=True) if curves else {},
+        goodput=left,
+        money=money,
+    )
+
+
+def _curves(wanted: Wanted, best: Choice, *, strong: bool) -> dict[str, list[tuple[int, float]]]:
+    """From the smallest number of nodes that the best choice's groups fill."""
+    setting = replace(best.setting, model=wanted.model)  # finer units would only take longer to play through
+    per_node = setting.cluster.ranks_per_node
+    first = max(1, -(-setting.partition_size // per_node))
+    rows = setting.micro_batch * setting.accumulation
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in PEERS}
+    nodes = first
+    while nodes * per_node <= _MAX_GPUS:
+        cluster = replace(setting.cluster, num_nodes=nodes)
+        accumulation = setting.accumulation
+        if strong:
+            total = rows * setting.cluster.world_size
+            accumulation = total // (cluster.world_size * setting.micro_batch)
+            if accumulation < 1:
+                break
+        here = replace(setting, cluster=cluster, accumulation=accumulation)
+        for name in PEERS:
+            found[name].append((cluster.world_size, predict(here, name).tflops))
+        nodes *= _CURVE_STEP
+        if nodes > _CURVE_STEP**3 * max(first, setting.cluster.num_nodes):
+            break
+    return found
+
+
+def _too_large(found: Found) -> str:
+    wanted = found.wanted
+    size, needed = min(found.too_large.items(), key=lambda item: item[1])
+    nodes = smallest_cluster(wanted)
+    would = (
+        f"{nodes} nodes of {wanted.cluster.name} would do"
+        if nodes is not None
+        else "no number of such nodes would do: a unit alone is too large, make units finer"
+    )
+    return (
+        f"{wanted.model.name} does not fit on {wanted.cluster.num_nodes} x {wanted.cluster.name}: expected "
+        f"at most {wanted.limit / _GIB:.1f} GiB a GPU, found {needed / _GIB:.1f} GiB with partition size "
+        f"{size}, one row and everything offloaded; {would}"
+    )
+
+
+def as_dict(found: Answer) -> dict[str, Any]:
+    """For JSON: plain numbers, bytes and seconds."""
+    wanted = found.found.wanted
+    return {
+        "model": {
+            "name": wanted.model.name,
+            "parameters": wanted.model.num_parameters,
+            "units": len(wanted.model.units),
+            "seq_len": wanted.model.seq_len,
+        },
+        "cluster": {
+            "name": wanted.cluster.name,
+            "nodes": wanted.cluster.num_nodes,
+            "gpus": wanted.cluster.world_size,
+            "memory_nbytes": wanted.limit,
+        },
+        "global_batch": wanted.global_batch,
+        "choices": [_choice(choice) for choice in found.found.choices],
+        "too_large": found.found.too_large,
+        "systems": {
+            name: {"about": SYSTEMS[name].about, "step_seconds": each.step_seconds, "tflops": each.tflops}
+            for name, each in found.peers.items()
+        },
+        "weak_scaling": found.weak,
+        "strong_scaling": found.strong,
+        "goodput": None if found.goodput is None else vars(found.goodput),
+        "money": None if found.money is None else vars(found.money),
+    }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    setting, prediction = choice.setting, choice.prediction
+    return {
+        "partition_size": setting.partition_size,
+        "replicas": setting.num_replicas,
+        "micro_batch": setting.micro_batch,
+        "accumulation": setting.accumulation,
+        "activations": str(setting.activations),
+        "two_stage": setting.two_stage,
+        "prefetch": setting.depth,
+        "units_of_a_block": setting.parts,
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "tflops": prediction.tflops,
+        "tflops_with_recomputation": prediction.hardware_tflops,
+        "compute_seconds": prediction.compute_seconds,
+        "link_seconds": prediction.link_seconds,
+        "exposed_seconds": prediction.exposed_seconds,
+        "limited_by": choice.limited_by,
+        "memory": choice.memory.on_device(),
+        "memory_peak": choice.memory.peak,
+        "host_memory": choice.memory.host,
+    }

@@ -1,0 +1,150 @@
+"""Memory of one rank, term by term: what the engine reports against and the search decides by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mics.layout import ALIGNMENT_NBYTES
+from mics.planner.shapes import ModelShape
+
+ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
+_HOME_NBYTES: Final = 512
+_PARAM: Final = 2  # bytes, bfloat16
+_WIDE: Final = 4  # bytes, float32
+_LOGIT_NBYTES: Final = 12  # cross-entropy's softmax and two gradients in float32, at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is divided: what the terms depend on, beside the model."""
+
+    partition_size: int
+    num_replicas: int = 1
+    over_replicas: bool = True
+    """Masters and optimizer state are divided over replicas too."""
+    prefetch: int = 1
+    num_reduce_buffers: int = 1
+    param_nbytes: int = _PARAM
+    reduce_nbytes: int = _WIDE
+
+    @property
+    def num_owners(self) -> int:
+        return self.partition_size * (self.num_replicas if self.over_replicas else 1)
+
+
+def padded(numel: int, layout: Layout) -> int:
+    """Elements of a unit once every rank's piece is aligned."""
+    step = (
+        layout.partition_size
+        * layout.num_replicas
+        * (ALIGNMENT_NBYTES // min(layout.param_nbytes, layout.reduce_nbytes))
+    )
+    return math.ceil(numel / step) * step
+
+
+def homes(sizes: Sequence[int], prefetch: int) -> int:
+    """Bytes of the units that are gathered at once. ``sizes`` in forward order.
+
+    Those ahead, two at work in the backward, and one whose backward nobody saw end. The largest window of
+    neighbours: in a chain it moves one unit at a time.
+    """
+    window = 1 if prefetch == 0 else min(prefetch + 3, len(sizes))
+    aligned = [math.ceil(size / _HOME_NBYTES) * _HOME_NBYTES for size in sizes]
+    return max((sum(aligned[start : start + window]) for start in range(len(sizes) - window + 1)), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What is kept between forward and backward."""
+
+    checkpoint: bool
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return "offload" if self.offload else "checkpoint" if self.checkpoint else "kept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Bytes of one rank."""
+
+    parameters: float
+    gradients: float
+    masters: float
+    optimizer: float
+    arena: float
+    reduce_buffers: float
+    activations: float
+    logits: float
+    workspace: float
+    host: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """What is there in every moment."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.masters
+            + self.optimizer
+            + self.arena
+            + self.reduce_buffers
+        )
+
+    @property
+    def peak(self) -> float:
+        """At the loss, or in the backward of a block: whichever is more."""
+        return self.fixed + self.activations + max(self.logits, self.workspace)
+
+    def on_device(self) -> dict[str, float]:
+        """By name, for people."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "masters": self.masters,
+            "optimizer state": self.optimizer,
+            "gathered units": self.arena,
+            "reduce buffers": self.reduce_buffers,
+            "activations": self.activations,
+            "logits or workspace": max(self.logits, self.workspace),
+        }
+
+
+def memory_terms(model: ModelShape, layout: Layout, activations: Activations, tokens: float) -> Terms:
+    """Of a rank that works on ``tokens`` at a time."""
+    p = layout.partition_size
+    numels = [padded(unit.numel, layout) for unit in model.units if unit.numel]
+    total, largest = sum(numels), max(numels)
+    blocks = [unit for unit in model.units if unit.kind == "block"]
+    rest = [unit for unit in model.units if unit.kind != "block"]
+    per_token = layout.param_nbytes * tokens
+    outside = sum(unit.saved_numel for unit in rest) * per_token
+    inputs = sum(unit.input_numel for unit in blocks) * per_token
+    saved = sum(unit.saved_numel for unit in blocks) * per_token
+    block = max(blocks, key=lambda unit: unit.saved_numel) if blocks else None
+    if not activations.checkpoint:
+        kept, host = saved, 0.0
+    elif activations.offload and block is not None:
+        kept = min(inputs, 2 * block.input_numel * per_token)
+        host = inputs
+    else:
+        kept, host = inputs, 0.0
+    # One block's backward: what it saves if that is computed again, the gradients of its widest part, and the
+    # full gradients of its parameters before they are laid out.
+    again = (block.saved_numel - block.input_numel) * per_token if block and activations.checkpoint else 0.0
+    gradients = (block.saved_numel / 2 * per_token if block else 0.0) + largest * layout.param_nbytes
+    return Terms(
+        parameters=total * layout.param_nbytes / p,
+        gradients=total * _WIDE / p,
+        masters=total * _WIDE / layout.num_owners,
+        optimizer=total * ADAM_NBYTES / layout.num_owners,
+        arena=homes([numel * layout.param_nbytes for numel in numels], layout.prefetch) if p > 1 else 0.0,
+        reduce_buffers=layout.num_reduce_buffers * largest * layout.reduce_nbytes * (1 + 1 / p),
+        activations=kept + outside,
+        logits=tokens * model.vocab_size * _LOGIT_NBYTES,
+        workspace=again + gradients,
+        host=host,
+    )

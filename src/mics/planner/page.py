@@ -1,0 +1,162 @@
+"""The answer as one HTML page with pictures in it: nothing to load, nothing to install."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
+from mics.planner.answer import Answer
+from mics.planner.text import advice, neighbours
+
+_GIB: Final = 2**30
+_TERM_COLOURS: Final = (BLUE, "#6d9bd1", "#8a5a9e", "#b78fc9", GREEN, "#8cc7b0", ORANGE, "#b5892f")
+_SERIES: Final = {"mics": BLUE, "hsdp": ORANGE, "fsdp2": GREY}
+_LANES: Final = {"compute": GREY, "intra": GREEN, "inter": BLUE}
+_SVG_STYLE: Final[dict[Any, Any]] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "mics"}
+
+_PAGE: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: {ink}; max-width: 60rem; margin: 2rem auto; }}
+h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+code {{ background: #f1f4f6; padding: .15em .35em; border-radius: 3px; }}
+table {{ border-collapse: collapse; width: 100%; }}
+th, td {{ text-align: right; padding: .3em .6em; border-bottom: 1px solid #dfe4e8; }}
+th:last-child, td:last-child {{ text-align: left; }}
+tr.best {{ background: #eef4fb; font-weight: 600; }}
+svg {{ max-width: 100%; height: auto; }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def page(found: Answer) -> str:
+    """The whole page."""
+    wanted, best = found.found.wanted, found.best
+    prediction = best.prediction
+    title = (
+        f"{wanted.model.name} on {wanted.cluster.num_nodes} x {wanted.cluster.name}, "
+        f"{wanted.global_batch} rows a step"
+    )
+    money = ""
+    if found.money is not None:
+        dollars = "" if found.money.dollars is None else f", {found.money.dollars:,.0f} dollars"
+        money = f"<p>{found.money.tokens:.3g} tokens: {found.money.hours / 24:,.1f} days{dollars}.</p>"
+    body = "\n".join(
+        [
+            f"<p><code>{html.escape(advice(best))}</code></p>",
+            f"<p>{wanted.model.num_parameters / 1e9:.3g} B parameters, {wanted.cluster.world_size} GPUs: "
+            f"{prediction.step_seconds:.3g} s a step, {prediction.tokens_per_second:,.0f} tokens/s, "
+            f"{prediction.tflops:.0f} TFLOP/s a GPU ({prediction.hardware_tflops:.0f} with recomputation), "
+            f"limited by {best.limited_by}.</p>",
+            money,
+            "<h2>Memory of a GPU</h2>",
+            _draw(lambda axes: _memory(axes, found), height=2.6),
+            "<h2>One step</h2>",
+            _draw(lambda axes: _timeline(axes, found), height=2.4),
+            "<h2>Choices</h2>",
+            _table(found),
+            *(f"<p>{html.escape(line)}</p>" for line in neighbours(found)),
+            "<h2>Weak scaling: the rows of a GPU stay the same</h2>",
+            _draw(lambda axes: _curve(axes, found.weak), height=3.4),
+            "<h2>Strong scaling: the rows of the step stay the same</h2>",
+            _draw(lambda axes: _curve(axes, found.strong), height=3.4),
+        ]
+    )
+    return _PAGE.format(title=html.escape(title), body=body, ink=INK)
+
+
+def _draw(fill: Callable[[Axes], None], *, height: float) -> str:
+    with mpl.rc_context(_SVG_STYLE):
+        figure = Figure(figsize=(9.6, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        fill(figure.subplots())
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _memory(axes: Axes, found: Answer) -> None:
+    left = 0.0
+    terms = found.best.memory.on_device()
+    for (name, nbytes), colour in zip(terms.items(), _TERM_COLOURS, strict=True):
+        axes.barh(0, nbytes / _GIB, left=left, color=colour, label=f"{name} {nbytes / _GIB:.1f}")
+        left += nbytes / _GIB
+    limit = found.found.wanted.limit / _GIB
+    axes.axvline(limit, color=INK, linestyle="--")
+    axes.annotate(f" {limit:.0f} GiB usable", (limit, 0.42), va="top")
+    axes.set_xlim(0, 1.2 * max(limit, left))
+    axes.set_yticks([])
+    axes.set_xlabel("GiB")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.35), fontsize=8.5)
+
+
+def _timeline(axes: Axes, found: Answer) -> None:
+    prediction = found.best.prediction
+    rows: dict[str, list[tuple[float, float]]] = {lane: [] for lane in _LANES}
+    for task in prediction.tasks:
+        if task.stream == "compute":
+            rows["compute"].append((task.start - prediction.began, task.end - task.start))
+        for link, seconds in task.links:
+            rows[link].append((task.start - prediction.began, seconds))
+    for number, (lane, bars) in enumerate(rows.items()):
+        axes.broken_barh(bars, (number - 0.36, 0.72), color=_LANES[lane], linewidth=0)
+    labels = ["compute"] + [
+        f"{link}\n{prediction.exposed_seconds[link]:.3g} s exposed" for link in ("intra", "inter")
+    ]
+    axes.set_yticks(range(3), labels)
+    axes.set_ylim(2.6, -0.6)
+    axes.set_xlim(left=0)
+    left_out = found.best.setting.accumulation > 3
+    axes.set_xlabel("seconds" + ("; micro-steps in the middle are left out" if left_out else ""))
+
+
+def _curve(axes: Axes, series: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    for name, points in series.items():
+        if points:
+            worlds, values = zip(*points, strict=True)
+            axes.plot(worlds, values, marker="o", color=_SERIES.get(name, INK), label=name)
+    ticks = sorted({world for points in series.values() for world, _ in points})
+    if ticks:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(world) for world in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("model TFLOP/s a GPU")
+
+
+def _table(found: Answer) -> str:
+    heads = (
+        "p", "replicas", "rows", "micro-steps", "activations", "s a step", "TFLOP/s", "GiB", "limited by"
+    )  # fmt: skip
+    lines = ["<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
+    for number, choice in enumerate(found.found.choices[:10]):
+        setting = choice.setting
+        units = f", {setting.parts} units a block" if setting.parts > 1 else ""
+        cells = (
+            setting.partition_size,
+            setting.num_replicas,
+            setting.micro_batch,
+            setting.accumulation,
+            f"{setting.activations}{units}",
+            f"{choice.step_seconds:.3g}",
+            f"{choice.prediction.tflops:.0f}",
+            f"{choice.memory.peak / _GIB:.1f}",
+            choice.limited_by,
+        )
+        row = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells)
+        lines.append(f"<tr{' class=best' if number == 0 else ''}>{row}</tr>")
+    return "\n".join([*lines, "</table>"])

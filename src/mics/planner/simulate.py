@@ -1,0 +1,109 @@
+"""A step as tasks on streams and links, played through in order of time.
+
+A stream does its tasks one after the other, in the order in which they were issued. A link carries one
+transfer at a time, first come, first served. A task begins when its stream is free, what it waits for is
+done, and its links are free. Overlap, contention and what stays exposed come out of that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from mics.cost import Cost
+
+LINKS = ("intra", "inter")
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """Something that takes time: computing (``seconds``), or a transfer (``links``: seconds on each)."""
+
+    stream: str
+    name: str
+    seconds: float = 0.0
+    links: tuple[tuple[str, float], ...] = ()
+    after: list[Task] = field(default_factory=list)
+    number: int = 0  # in the order of issuing
+    start: float = -1.0
+    end: float = -1.0
+    # While it is played:
+    followers: list[Task] = field(default_factory=list)
+    num_waiting: int = 0
+    ready: float = 0.0
+
+
+class Program:
+    """Tasks in the order in which a host issues them."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def compute(self, name: str, seconds: float, after: Sequence[Task | None] = ()) -> Task:
+        """On the stream that computes."""
+        return self._add(Task("compute", name, seconds, (), [task for task in after if task is not None]))
+
+    def transfer(self, stream: str, name: str, cost: Cost, after: Sequence[Task | None] = ()) -> Task:
+        """A collective on a stream of its own."""
+        links = tuple(
+            (link, seconds)
+            for link, seconds in (("intra", cost.intra_seconds), ("inter", cost.inter_seconds))
+            if seconds > 0
+        )
+        found = [task for task in after if task is not None]
+        return self._add(Task(stream, name, cost.seconds, links, found))
+
+    def _add(self, task: Task) -> Task:
+        task.number = len(self.tasks)
+        self.tasks.append(task)
+        return task
+
+
+def play(program: Program) -> float:
+    """Give every task its times; the moment at which the last one ends."""
+    tasks = program.tasks
+    queues: dict[str, deque[Task]] = defaultdict(deque)
+    for task in tasks:
+        queues[task.stream].append(task)
+        task.num_waiting = len(task.after)
+        for before in task.after:
+            before.followers.append(task)
+    stream_free = dict.fromkeys(queues, 0.0)
+    link_free = dict.fromkeys(LINKS, 0.0)
+    # First tasks of streams that wait for nothing but time, by the moment at which they could begin.
+    heap: list[tuple[float, int, Task]] = []
+    for queue in queues.values():
+        if queue[0].num_waiting == 0:
+            heappush(heap, (0.0, queue[0].number, queue[0]))
+    end_of_all = 0.0
+    while heap:
+        begin, number, task = heappop(heap)
+        start = begin
+        for link, _ in task.links:
+            start = max(start, link_free[link])
+        if start > begin and heap and heap[0][0] < start:
+            # Its link is taken, and others may want it before it is free: they ask in their turn.
+            heappush(heap, (start, number, task))
+            continue
+        end = start + task.seconds
+        task.start, task.end = start, end
+        for link, seconds in task.links:
+            link_free[link] = start + seconds
+        stream = task.stream
+        stream_free[stream] = end
+        end_of_all = max(end_of_all, end)
+        queue = queues[stream]
+        queue.popleft()
+        if queue and queue[0].num_waiting == 0:
+            following = queue[0]
+            heappush(heap, (max(end, following.ready), following.number, following))
+        for later in task.followers:
+            later.ready = max(later.ready, end)
+            later.num_waiting -= 1
+            if later.num_waiting == 0 and later.stream != stream and queues[later.stream][0] is later:
+                heappush(heap, (max(stream_free[later.stream], later.ready), later.number, later))
+            elif later.num_waiting == 0 and later.stream == stream and queue and queue[0] is later:
+                heappush(heap, (max(end, later.ready), later.number, later))
+    return end_of_all

@@ -1,0 +1,333 @@
+"""How each system orders its work: programs for the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from mics.cost import Kind
+from mics.planner.setting import Setting
+from mics.planner.shapes import UnitShape
+from mics.planner.simulate import Program, Task, play
+
+HOST_SECONDS: Final = 0.3e-3
+"""Fitted: what the host took to decide about one parameter in DeepSpeed's ZeRO-3 before the seed's work."""
+_TENSORS_OF_A_BLOCK: Final = 4  # large ones, gathered one by one before they were batched
+_NUM_STEPS: Final = 3
+_MAX_MICRO: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one step takes, in seconds, and where it goes."""
+
+    setting: Setting
+    system: str
+    step_seconds: float
+    compute_seconds: float
+    link_seconds: dict[str, float]
+    """A transfer held the link."""
+    exposed_seconds: dict[str, float]
+    """A transfer held the link and nothing computed."""
+    tasks: tuple[Task, ...]
+    """Of the step that was looked at, for pictures; later micro-steps may be left out."""
+    began: float
+
+    @property
+    def tflops(self) -> float:
+        """Of the model, a rank, without what is computed again."""
+        return self._flops(recomputed=False)
+
+    @property
+    def hardware_tflops(self) -> float:
+        """With what is computed again: as the seeds count."""
+        return self._flops(recomputed=self.setting.activations.checkpoint)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.setting.tokens_per_step / self.step_seconds
+
+    def _flops(self, *, recomputed: bool) -> float:
+        setting = self.setting
+        flops = setting.model.flops(setting.tokens, recomputed=recomputed) * setting.accumulation
+        return flops / self.step_seconds / 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A way to order the work."""
+
+    name: str
+    about: str
+    issue: Callable[[Program, Setting, int, int], None]
+    adapt: Callable[[Setting], Setting] = lambda setting: setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Style:
+    """What tells systems apart that gather, compute and reduce unit by unit."""
+
+    overlaps: bool = True
+    keeps_around_turn: bool = False  # units that are needed again soon stay
+    spreads_masters: bool = False  # hop 2 is a reduce-scatter, and new parameters follow
+    hides_boundary: bool = False  # hop 2 runs unit by unit under the last backward
+    copies: bool = False  # gathered parameters and full gradients are copied once more
+    num_pieces: int = 1  # collectives for one unit
+    host_seconds: float = 0.0  # for each of them, nothing else going on
+
+
+class _Issuer:
+    """Issues the steps of one setting in one style."""
+
+    def __init__(self, program: Program, setting: Setting, style: _Style) -> None:
+        self.program, self.setting, self.style = program, setting, style
+        self.units = setting.model.units
+        self.depth = setting.depth if style.overlaps else 0
+        self.computed: list[Task] = []  # in the order of the computation
+        self.refreshed: dict[int, Task] = {}
+        self.kept: set[int] = set()
+        self.alone = setting.partition_size == 1
+
+    def micro_step(self, *, last: bool) -> None:
+        order = [(i, False) for i in range(len(self.units))]
+        order += [(i, True) for i in reversed(range(len(self.units)))]
+        reduced: list[Task] = []
+        turn = len(self.units)
+        for position, (index, is_backward) in enumerate(order):
+            unit = self.units[index]
+            gathered = None if self.alone else self._gather(index, unit, is_backward)
+            setting = self.setting
+            seconds = setting.backward_seconds(unit) if is_backward else setting.forward_seconds(unit)
+            if self.style.copies and not self.alone:
+                seconds += (6 if is_backward else 4) * unit.numel / setting.device.memory_bandwidth
+            name = ("backward " if is_backward else "forward ") + unit.name
+            task = self.program.compute(name, seconds, [gathered, self.refreshed.get(index)])
+            self.computed.append(task)
+            if self.style.keeps_around_turn:
+                self._keep(position, index, turn, last=last)
+            if is_backward:
+                done = self._reduce(index, unit, task)
+                if last and self.style.hides_boundary:
+                    done = self._hop2(unit, done)
+                reduced.append(done)
+                if not self.style.overlaps:
+                    self.computed.append(self.program.compute("wait", 0.0, [done]))
+        self.refreshed = {}
+        if last:
+            self._boundary(reduced)
+
+    def _keep(self, position: int, index: int, turn: int, *, last: bool) -> None:
+        ahead = self.depth + 1
+        if position < turn <= position + ahead:
+            self.kept.add(index)
+        if not last and position >= 2 * turn - ahead:
+            self.kept.add(index)
+
+    def _gather(self, index: int, unit: UnitShape, is_backward: bool) -> Task | None:
+        if unit.numel == 0 or index in self.kept or (is_backward and unit.kind == "embedding"):
+            self.kept.discard(index)
+            return None
+        window = self.computed[-1 - self.depth] if len(self.computed) > self.depth else None
+        found: Task | None = None
+        style = self.style
+        for _ in range(style.num_pieces):
+            if style.host_seconds:
+                window = self.program.compute("host", style.host_seconds)
+            after = [window, self.refreshed.get(index)]
+            for link, price in self.setting.moves(Kind.ALL_GATHER, 2 * unit.numel / style.num_pieces):
+                found = self.program.transfer(f"gather {link}", f"gather {unit.name}", price, [*after, found])
+        return found
+
+    def _reduce(self, index: int, unit: UnitShape, task: Task) -> Task:
+        if unit.numel == 0 or self.alone:
+            return task
+        done = task
+        nbytes = self.setting.wire_nbytes * unit.numel
+        for _ in range(self.style.num_pieces):
+            for link, price in self.setting.moves(Kind.REDUCE_SCATTER, nbytes / self.style.num_pieces):
+                done = self.program.transfer(f"reduce {link}", f"reduce {unit.name}", price, [done])
+        return done
+
+    def _hop2(self, unit: UnitShape, after: Task) -> Task:
+        setting = self.setting
+        if setting.num_replicas == 1 or unit.numel == 0:
+            return after
+        kind = Kind.REDUCE_SCATTER if self.style.spreads_masters else Kind.ALL_REDUCE
+        price = setting.replica_cost(kind, setting.wire_nbytes * unit.numel / setting.partition_size)
+        return self.program.transfer("replicas", f"hop 2 of {unit.name}", price, [after])
+
+    def _boundary(self, reduced: Sequence[Task]) -> None:
+        setting, style = self.setting, self.style
+        after = list(reduced)
+        if not style.hides_boundary:
+            after = [self._hop2(unit, after[-1]) for unit in reversed(self.units)] or after
+        owners = setting.partition_size * (setting.num_replicas if style.spreads_masters else 1)
+        seconds = setting.device.update_seconds(setting.model.num_parameters / owners)
+        update = self.program.compute("optimizer", seconds, after)
+        self.computed.append(update)
+        if style.spreads_masters and setting.num_replicas > 1:
+            for index, unit in enumerate(self.units):
+                if unit.numel:
+                    nbytes = 2 * unit.numel / setting.partition_size
+                    price = setting.replica_cost(Kind.ALL_GATHER, nbytes)
+                    self.refreshed[index] = self.program.transfer(
+                        "replicas", f"new {unit.name}", price, [update]
+                    )
+
+
+def _issue(style: _Style) -> Callable[[Program, Setting, int, int], None]:
+    def issue(program: Program, setting: Setting, num_steps: int, num_micro: int) -> None:
+        issuer = _Issuer(program, setting, style)
+        for step in range(num_steps):
+            for micro in range(num_micro):
+                issuer.micro_step(last=micro == num_micro - 1)
+                if step == num_steps - 1:
+                    return  # where the last one begins is all that is asked of it
+
+    return issue
+
+
+def _over_the_world(setting: Setting) -> Setting:
+    return replace(setting, partition_size=setting.cluster.world_size)
+
+
+def _one_ahead(setting: Setting) -> Setting:
+    return replace(setting, prefetch=1)
+
+
+_MICS: Final = _Style(keeps_around_turn=True, spreads_masters=True, hides_boundary=True)
+_FSDP: Final = _Style(hides_boundary=True, copies=True)
+SYSTEMS: Final = MappingProxyType(
+    {
+        system.name: system
+        for system in (
+            System(name="mics", about="this library", issue=_issue(_MICS)),
+            System(
+                name="hsdp",
+                about="FSDP2 over partition groups, with replicas",
+                issue=_issue(_FSDP),
+                adapt=_one_ahead,
+            ),
+            System(
+                name="fsdp2",
+                about="FSDP2 over the world",
+                issue=_issue(_FSDP),
+                adapt=lambda setting: _one_ahead(_over_the_world(setting)),
+            ),
+            System(
+                name="mics-published",
+                about="MiCS as published: replicas are synchronised after the last backward",
+                issue=_issue(_Style(copies=True)),
+                adapt=_one_ahead,
+            ),
+            System(
+                name="zero3",
+                about="DeepSpeed's ZeRO-3 after the seed's work",
+                issue=_issue(_Style(copies=True)),
+                adapt=lambda setting: _one_ahead(_over_the_world(setting)),
+            ),
+            System(
+                name="zero3-before",
+                about="DeepSpeed's ZeRO-3 before the seed's work: one tensor at a time, nothing overlaps",
+                issue=_issue(
+                    _Style(
+                        overlaps=False,
+                        copies=True,
+                        num_pieces=_TENSORS_OF_A_BLOCK,
+                        host_seconds=HOST_SECONDS,
+                    )
+                ),
+                adapt=_over_the_world,
+            ),
+        )
+    }
+)
+
+
+def predict(setting: Setting, system: str = "mics") -> Prediction:
+    """Play a few steps, and take one from the middle."""
+    found = SYSTEMS[system]
+    setting = found.adapt(setting)
+    if system in ("fsdp2", "hsdp", "zero3", "zero3-before"):
+        setting = _flat(setting)
+    num_micro = min(setting.accumulation, _MAX_MICRO)
+    program = Program()
+    found.issue(program, setting, _NUM_STEPS, num_micro)
+    play(program)
+    name = f"forward {setting.model.units[0].name}"
+    starts = [task.start for task in program.tasks if task.name == name]
+    began, ended = starts[num_micro], starts[2 * num_micro]
+    step = [task for task in program.tasks if task.end > began and task.start < ended]
+    one = _measure(step, began, ended)
+    more = setting.accumulation - num_micro
+    if more:
+        first, second = starts[num_micro + 1], starts[num_micro + 2]
+        middle = _measure([t for t in program.tasks if t.end > first and t.start < second], first, second)
+        one = _Measured(*(a + more * b for a, b in zip(one.parts(), middle.parts(), strict=True)))
+    return Prediction(
+        setting=setting,
+        system=system,
+        step_seconds=one.seconds,
+        compute_seconds=one.compute,
+        link_seconds={"intra": one.intra, "inter": one.inter},
+        exposed_seconds={"intra": one.exposed_intra, "inter": one.exposed_inter},
+        tasks=tuple(step),
+        began=began,
+    )
+
+
+def _flat(setting: Setting) -> Setting:
+    flat = replace(setting)
+    object.__setattr__(flat, "two_stage", False)
+    return flat
+
+
+@dataclass(frozen=True)
+class _Measured:
+    seconds: float
+    compute: float
+    intra: float
+    inter: float
+    exposed_intra: float
+    exposed_inter: float
+
+    def parts(self) -> tuple[float, ...]:
+        return (
+            self.seconds,
+            self.compute,
+            self.intra,
+            self.inter,
+            self.exposed_intra,
+            self.exposed_inter,
+        )
+
+
+def _measure(tasks: Sequence[Task], began: float, ended: float) -> _Measured:
+    def clipped(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        return sorted((max(began, s), min(ended, e)) for s, e in pairs if e > began and s < ended)
+
+    compute = clipped([(t.start, t.end) for t in tasks if t.stream == "compute" and t.name != "host"])
+    found = {}
+    for link in ("intra", "inter"):
+        busy = clipped([(t.start, t.start + s) for t in tasks for name, s in t.links if name == link])
+        found[link] = (_length(busy), _length([*busy, *compute]) - _length(compute))
+    return _Measured(
+        ended - began,
+        _length(compute),
+        found["intra"][0],
+        found["inter"][0],
+        found["intra"][1],
+        found["inter"][1],
+    )
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    """Of their union."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        if stop > end:
+            total += stop - max(start, end)
+            end = stop
+    return total
