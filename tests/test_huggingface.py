@@ -186,3 +186,25 @@ def test_activations_are_recomputed_and_moved(build: Any) -> None:
         # What is computed again goes without a cache, which moves keys and values: T5 rounds differently.
         assert recomputed[0] == (pytest.approx(plain[0], rel=1e-4) if build is _t5 else plain[0])
         assert 0 == plain[1] == recomputed[1] < moved[1] < all_moved[1]
+
+
+def _masked_losses(policy: mics.Activations | None) -> list[float]:
+    torch.manual_seed(0)
+    model = mics.shard(_gpt2(attn_implementation="eager"), partition_size=1, activations=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        batch = _batch(step, 0, 0)
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, -2:] = 0
+        loss = model(**batch, attention_mask=mask).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_cache_among_the_positional_arguments() -> None:
+    """GPT-2 passes it so; what is computed again must not write into it twice."""
+    assert _masked_losses(mics.Activations()) == _masked_losses(None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, Final, Literal
+from functools import wraps
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -63,11 +63,13 @@ class Activations:
                 f'Activations.keep_last: expected "auto" or a number from 0, found {self.keep_last!r}'
             )
 
-    def budget(self, nbytes: int) -> float:
-        """Bytes to offload of ``nbytes`` that a micro-step saves."""
+    def share(self) -> tuple[float | None, float]:
+        """The fraction of units whose activations leave (None: all), and the most bytes of a forward."""
         if isinstance(self.offload, bool):
-            return float("inf") if self.offload else 0.0
-        return self.offload * nbytes if isinstance(self.offload, float) else float(self.offload)
+            return None, float("inf")
+        return (
+            (self.offload, float("inf")) if isinstance(self.offload, float) else (None, float(self.offload))
+        )
 
     def takes(self, number: int, module: nn.Module) -> bool:
         """Whether the unit with this number is computed again."""
@@ -91,9 +93,11 @@ def apply_activations(
     """Let the forwards of ``modules`` follow ``policy``. What moves their activations, if anything does."""
     offloader = None
     if policy.offload:
+        fraction, limit = policy.share()
         offloader = Offloader(
             device,
-            budget=policy.budget,
+            fraction=fraction,
+            limit=limit,
             keep_last=None if policy.keep_last == "auto" else policy.keep_last,
             num_units=len(modules),
             num_sharing=ranks_on_node,
@@ -101,52 +105,66 @@ def apply_activations(
     for number, module in enumerate(modules):
         recompute = policy.takes(number, module)
         if recompute or offloader is not None:
-            saving = nullcontext if offloader is None else partial(offloader.saving, is_parameter)
-            module.forward = _wrapped(module.forward, policy if recompute else None, saving)
+            module.forward = _wrapped(module, policy if recompute else None, offloader, is_parameter)
     return offloader
 
 
-# What Hugging Face's layers call the keys and values that they keep for generation.
-_CACHES: Final = ("past_key_values", "past_key_value", "layer_past")
+def _is_cache(value: object) -> bool:
+    """Whether it is where Hugging Face's layers keep keys and values for generation."""
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
-def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_cache(value: Any) -> Any:
     """Computing again would write into a cache again. Training reads none, unless it began filled."""
-    caches = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
-    for name, cache in caches.items():
-        length = getattr(cache, "get_seq_length", None)
-        if length is not None and length() > 0:
-            raise MicsError(
-                f"{name}: expected an empty cache in a unit that is computed again in its backward, found "
-                f"{length()} tokens; train without it, or leave this unit out (Activations.checkpoint)"
-            )
-    if not caches and not kwargs.get("use_cache"):
-        return kwargs
-    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
+    if not _is_cache(value):
+        return value
+    length = value.get_seq_length()
+    if length > 0:
+        raise MicsError(
+            "a cache of keys and values: expected it to be empty in a unit that is computed again in its "
+            f"backward, found {length} tokens; train without it, or leave the unit out "
+            "(Activations.checkpoint)"
+        )
+    return None
 
 
 def _wrapped(
-    forward: Callable[..., Any],
+    module: nn.Module,
     policy: Activations | None,
-    saving: Callable[[], AbstractContextManager[None]],
+    offloader: Offloader | None,
+    is_parameter: Callable[[Tensor], bool],
 ) -> Callable[..., Any]:
-    """``forward`` under a checkpoint (with a policy), and with what it saves in ``saving``."""
+    """The forward of ``module`` under a checkpoint (with a policy), what it saves on its way to the host."""
+    forward = module.forward
+
+    def compute_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert policy is not None
+        num_args, names = len(args), list(kwargs)
+
+        def run(*values: Any) -> Any:
+            with offloader.covering() if offloader is not None else nullcontext():
+                return forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+        # By position: what comes by name would collide with the checkpoint's own names, and not be moved.
+        return checkpoint(
+            run,
+            *(_without_cache(value) for value in args),
+            *(_without_cache(value) if name != "use_cache" else False for name, value in kwargs.items()),
+            use_reentrant=False,
+            preserve_rng_state=policy.preserve_rng_state,
+            determinism_check="default" if policy.check_determinism else "none",
+        )
 
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with saving():
-            if policy is None:
+        # Out of training a cache is there to be filled.
+        generates = not module.training and any(map(_is_cache, (*args, *kwargs.values())))
+        moves = offloader is not None and not offloader.is_covered
+        with offloader.saving(is_parameter) if offloader is not None and moves else nullcontext():
+            if policy is None or generates:
                 return forward(*args, **kwargs)
-            kwargs = _without_caches(kwargs)
-            return checkpoint(
-                forward,
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=policy.preserve_rng_state,
-                determinism_check="default" if policy.check_determinism else "none",
-                **kwargs,
-            )
+            return compute_again(args, kwargs)
 
     return wrapped

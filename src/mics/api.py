@@ -204,7 +204,7 @@ def _build(
     if settings.activations is not None:
         offloader = apply_activations(
             settings.activations,
-            [site.module for site in settings.sites if site.is_block],
+            settings.blocks,
             device=settings.device,
             is_parameter=lambda tensor: any(unit.holds(tensor) for unit in all_units if unit.gathered),
             # An emulated node's other ranks are imagined: they take no memory.

@@ -72,6 +72,17 @@ def list_params(model: nn.Module) -> list[ParamRef]:
     ]
 
 
+def unit_modules(
+    model: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None = None
+) -> list[nn.Module]:
+    """The modules that were chosen as units, in the order of ``model.modules()``.
+
+    Also those whose parameters all belong to units inside them.
+    """
+    chosen = repeated_blocks(model) if units is None else _resolve_units(model, units)
+    return [module for module in model.modules() if id(module) in chosen]
+
+
 def repeated_blocks(model: nn.Module) -> set[int]:
     """Ids of the entries of every list in which a class of blocks repeats, outermost lists only."""
     entries = [child for child in model.children() if _has_params(child)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from pathlib import Path
 from typing import Final
 from weakref import finalize
@@ -17,25 +18,41 @@ _GIB: Final = 2**30
 
 
 class HostPool:
-    """Host buffers, taken and given back. A steady step allocates none."""
+    """Host buffers, taken and given back. A steady step allocates none.
+
+    There are never more buffers than were in use at once, and none is larger than what was asked for: sizes
+    that change from step to step do not pile up.
+    """
 
     def __init__(self, *, pin: bool, num_sharing: int) -> None:
         self._pin = pin
-        self._num_sharing = num_sharing  # ranks of this node: all of them ask for as much at the same time
-        self._free: dict[int, list[Tensor]] = {}  # by size in bytes
-        self._pinned: list[Tensor] = []
-        # Every buffer is the pool's, and whoever has taken one holds the pool.
-        finalize(self, _unpin, self._pinned).atexit = False
+        available = available_nbytes()
+        # The ranks of a node ask for as much at about the same time: each has its part of what is there now.
+        self._num_sharing = num_sharing
+        self._share = None if available is None else (available - _MARGIN_NBYTES) / num_sharing
+        self._free: list[Tensor] = []  # by size, the smallest first
         self.nbytes = 0
         self.num_allocations = 0
+        self._pinned: dict[int, Tensor] = {}  # by address
+        # Every buffer is the pool's, and whoever has taken one holds the pool.
+        finalize(self, _unpin_all, self._pinned).atexit = False
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     def require(self, nbytes: int, what: str) -> None:
         """Raise if ``nbytes`` in all will not be had; ``what`` they are for, in words."""
-        available = available_nbytes()
-        more = (nbytes - self.nbytes) * self._num_sharing
-        if available is None or more <= 0 or more + _MARGIN_NBYTES <= available:
+        if self._room_for(nbytes):
             return
-        ranks = f" for each of this node's {self._num_sharing} ranks" if self._num_sharing > 1 else ""
+        while self._free:  # of other sizes than are wanted now
+            self._drop(self._free.pop())
+        if self._room_for(nbytes):
+            return
+        available = available_nbytes() or 0
+        ranks = (
+            f", this node's {self._num_sharing} ranks sharing what there is" if self._num_sharing > 1 else ""
+        )
         raise MicsError(
             f"activation offload: expected {nbytes / _GIB:.3g} GiB of host memory for {what}{ranks} (and "
             f"{_MARGIN_NBYTES / _GIB:.0f} GiB left to others), found {available / _GIB:.3g} GiB available "
@@ -43,22 +60,35 @@ class HostPool:
             "(Activations.offload takes a fraction or bytes) or use a smaller micro-batch"
         )
 
+    def _room_for(self, nbytes: int) -> bool:
+        available = available_nbytes()
+        if available is None or self._share is None or nbytes <= self.nbytes:
+            return True
+        return nbytes <= self._share and nbytes - self.nbytes + _MARGIN_NBYTES <= available
+
     def take(self, nbytes: int) -> Tensor:
-        """A buffer of exactly ``nbytes``."""
-        free = self._free.setdefault(nbytes, [])
-        if free:
-            return free.pop()
+        """A buffer of at least ``nbytes``."""
+        place = next((i for i, buffer in enumerate(self._free) if buffer.numel() >= nbytes), None)
+        if place is not None:
+            return self._free.pop(place)
+        if self._free:
+            self._drop(self._free.pop())
         self.require(self.nbytes + nbytes, "saved activations")
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if self._pin:
             _pin(buffer)
-            self._pinned.append(buffer)
+            self._pinned[buffer.data_ptr()] = buffer
         self.nbytes += nbytes
         self.num_allocations += 1
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free[buffer.numel()].append(buffer)
+        insort(self._free, buffer, key=Tensor.numel)
+
+    def _drop(self, buffer: Tensor) -> None:
+        self.nbytes -= buffer.numel()
+        if self._pinned.pop(buffer.data_ptr(), None) is not None:
+            _unpin(buffer)
 
 
 def _pin(buffer: Tensor) -> None:
@@ -71,9 +101,13 @@ def _pin(buffer: Tensor) -> None:
         )
 
 
-def _unpin(buffers: list[Tensor]) -> None:
-    for buffer in buffers:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+def _unpin(buffer: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def _unpin_all(buffers: dict[int, Tensor]) -> None:
+    for buffer in buffers.values():
+        _unpin(buffer)
     buffers.clear()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mics.engine import Engine, engine_of
 from mics.offload import Offloader
 from mics.optimizer_hooks import optimizer_state_nbytes
-from mics.planner.memory import ADAM_NBYTES, homes
+from mics.planner.memory import homes
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
@@ -119,7 +119,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     yield _on_device(
         "optimizer state",
         f"{_share(over)}; predicted for AdamW",
-        sum(unit.spec.layout.numel for unit in trainable) * ADAM_NBYTES / over,
+        sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in trainable) * 2 / over,
         optimizer_state_nbytes(engine.boundary),
     )
     gathered = [unit for unit in units if unit.memory.is_own]

@@ -47,6 +47,7 @@ class Saved:
     version: int  # of the tensor when it was saved
     shape: torch.Size
     stride: tuple[int, ...]
+    host_stride: tuple[int, ...]  # the same, or without gaps
     dtype: torch.dtype
     pool: HostPool
     held: Held
@@ -79,10 +80,7 @@ class Saved:
     def check(self) -> None:
         """Raise, as torch does, if somebody has changed what was saved."""
         if self.edited or self._was_edited():
-            raise RuntimeError(
-                f"a tensor that backward needs, of shape {list(self.shape)}, was changed in place after it "
-                f"was saved (at version {self.version}); leave it as it is, or change a copy"
-            )
+            raise _changed(self.shape, self.version)
 
     def __del__(self) -> None:
         if self.device_copy is not None:
@@ -93,7 +91,14 @@ class Saved:
 
     def host_view(self) -> Tensor:
         assert self.host is not None
-        return self.host.view(self.dtype).as_strided(self.shape, self.stride)
+        return self.host[: self.nbytes].view(self.dtype).as_strided(self.shape, self.host_stride)
+
+
+def _changed(shape: torch.Size, version: int) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor that backward needs, of shape {list(shape)}, was changed in place after it was saved (at "
+        f"version {version}); leave it as it is, or change a copy"
+    )
 
 
 @dataclass(eq=False)
@@ -109,10 +114,18 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What autograd holds in place of a saved tensor."""
+    """What autograd holds in place of a saved tensor that may leave."""
 
     saved: Saved
     group: Group
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What it holds in place of one that stays. torch does not look for edits where there are hooks."""
+
+    tensor: Tensor
+    version: int
 
 
 class Offloader:
@@ -122,7 +135,8 @@ class Offloader:
         self,
         device: torch.device,
         *,
-        budget: Callable[[int], float],
+        fraction: float | None,
+        limit: float,
         keep_last: int | None,
         num_units: int,
         num_sharing: int = 1,
@@ -136,12 +150,16 @@ class Offloader:
         self._device = device
         self._away: Lane = StreamLane(device) if on_gpu else INLINE
         self._back: Lane = StreamLane(device) if on_gpu else INLINE
-        self._budget = budget  # bytes to offload, of the bytes that a micro-step saves
+        self._fraction = fraction  # of the units that leave; None: all of them,
+        self._limit = limit  # up to so many bytes a forward
         self._keep_last = keep_last  # groups that stay; None: as many as are sent for ahead
         self._num_forwards = 0
         self._num_groups = 0  # of this forward
         self._expected = (num_units, 0)  # groups and bytes of a forward
         self._last_offloaded_nbytes = 0  # of the forward before
+        self._last_peak = 0
+        self._asked_nbytes = 0  # of the largest group that host memory was asked for
+        self.is_covered = False  # a unit is at work that keeps nothing but its input
         self._known: WeakValueDictionary[tuple[Any, ...], Saved] = WeakValueDictionary()
         self._groups: WeakValueDictionary[tuple[int, int], Group] = WeakValueDictionary()
         self._leaving: list[list[ref[Saved]]] = []  # by group: on their way, the device's memory still held
@@ -150,11 +168,16 @@ class Offloader:
         self._clock = _Clock() if on_gpu else None
 
     def begin(self) -> None:
-        """The model's forward begins."""
+        """A forward begins. It goes on where the last one ended, unless a backward has come in between.
+
+        So several forwards before a backward are one, also where units are called one by one.
+        """
+        if self._last is None:
+            return
         self._let_go(but=0)
-        if self._last is not None and self.saved_nbytes:  # a backward has come: it was a whole forward
+        if self.saved_nbytes:
             self._expected = (self._num_groups, self.saved_nbytes)
-            self._last_offloaded_nbytes = self.offloaded_nbytes
+            self._last_offloaded_nbytes, self._last_peak = self.offloaded_nbytes, self._held.peak
         if self._clock is not None and self._clock.is_read():
             self.horizon, self._clock = self._clock.horizon(), None
         self._num_forwards += 1
@@ -169,7 +192,7 @@ class Offloader:
 
     def held_nbytes(self) -> int:
         """The most bytes of saved activations that were on the device at once in the last forward."""
-        return self._held.peak
+        return self._held.peak if self.saved_nbytes else self._last_peak
 
     @contextmanager
     def saving(self, stays: Callable[[Tensor], bool]) -> Iterator[None]:
@@ -180,18 +203,29 @@ class Offloader:
         self._leaving.append([])
 
         def pack(tensor: Tensor) -> Any:
-            if not self._can_leave(tensor) or stays(tensor):
+            if stays(tensor):
                 return tensor
+            if not self._can_leave(tensor):
+                return Kept(tensor, tensor._version)
             saved = self._save(tensor, group)
             group.members.append(ref(saved))
             return Packed(saved, group)
 
+        before = self.saved_nbytes
         with saved_tensors_hooks(pack, self._unpack):
             yield
         self._held.peak = max(self._held.peak, self._held.nbytes)
-        if group.forward == 1 and group.place == 0:
-            self._ask_for_host_memory()
+        self._ask_for_host_memory(self.saved_nbytes - before)
         self._let_go()
+
+    @contextmanager
+    def covering(self) -> Iterator[None]:
+        """Inside, a unit is computed whose checkpoint keeps nothing: nor do units in it."""
+        before, self.is_covered = self.is_covered, True
+        try:
+            yield
+        finally:
+            self.is_covered = before
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -203,22 +237,28 @@ class Offloader:
             and type(tensor) in (Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
             and not (tensor.is_conj() or tensor.is_neg())
-            and nbytes <= tensor.untyped_storage().nbytes()  # expanded ones are smaller where they are
+            # Expanded ones are smaller where they are, and of narrow slices little would be freed.
+            and nbytes <= _extent_nbytes(tensor) <= 2 * nbytes
         )
 
     def _save(self, tensor: Tensor, group: Group) -> Saved:
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
         known = self._known.get(key)
         if known is not None and not known.memory.expired():
-            # Several units save it, and somebody holds it all the while: its memory would not be free.
-            known.be_on_device(tensor.detach(), is_original=True)
+            # Several units save it, and somebody has held it all the while. What is on the host serves again.
+            if known.device_copy is None:
+                known.be_on_device(tensor.detach(), is_original=True)
+                self._leaving[-1].append(ref(known))
             return known
-        like = torch.empty_like(tensor, device="meta")  # dense, in the order of the original where it can be
+        stride = tensor.stride()
+        dense = _extent_nbytes(tensor) == tensor.numel() * tensor.element_size()
         saved = Saved(
             memory=StorageWeakRef(tensor.untyped_storage()),
             version=tensor._version,
             shape=tensor.shape,
-            stride=like.stride(),
+            stride=stride,
+            # A copy between memory with gaps and pinned memory would go through memory that is not.
+            host_stride=stride if dense else _contiguous_stride(tensor.shape),
             dtype=tensor.dtype,
             pool=self.pool,
             held=self._held,
@@ -236,7 +276,9 @@ class Offloader:
         keep = self.horizon if self._keep_last is None else self._keep_last
         if nbytes and group.place >= num_groups - keep:
             return False
-        return self.offloaded_nbytes + saved.nbytes <= self._budget(nbytes or self.saved_nbytes)
+        if self._fraction is not None:  # of the units: the first ones wait longest
+            return group.place < self._fraction * num_groups
+        return self.offloaded_nbytes + saved.nbytes <= self._limit
 
     def _send_away(self, saved: Saved) -> None:
         saved.host = self.pool.take(saved.nbytes)
@@ -258,16 +300,23 @@ class Offloader:
                 if saved is not None and saved.device_copy is not None:
                     saved.leave_device()
 
-    def _ask_for_host_memory(self) -> None:
-        """The first unit has shown what a unit saves. Others will want as much: better to know now."""
+    def _ask_for_host_memory(self, group_nbytes: int) -> None:
+        """A unit has shown what units save. Others will want as much: better to know now."""
+        if group_nbytes <= self._asked_nbytes:
+            return
+        self._asked_nbytes = group_nbytes
         num_units, _ = self._expected
-        total = num_units * self.saved_nbytes
-        wanted = min(total, self._budget(total))
+        share = 1.0 if self._fraction is None else self._fraction
+        wanted = min(num_units * group_nbytes * share, self._limit)
         self.pool.require(int(wanted), f"what {num_units} units save in a forward")
 
     # -- backward ---------------------------------------------------------------------------------------
 
     def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Kept):
+            if packed.tensor._version != packed.version:
+                raise _changed(packed.tensor.shape, packed.version)
+            return packed.tensor
         if not isinstance(packed, Packed):
             found: Tensor = packed
             return found
@@ -369,3 +418,19 @@ class _Clock:
             moved = sum(start.elapsed_time(end) for start, end in (next(transfers) for _ in range(count)))
             deepest = max(deepest, math.ceil(moved / max(1e-3, reached.elapsed_time(following))))
         return min(deepest, _MAX_HORIZON)
+
+
+def _extent_nbytes(tensor: Tensor) -> int:
+    """From the first to the last byte that a tensor has; less than its size if elements share memory."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))

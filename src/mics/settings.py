@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from mics.activations import Activations
-from mics.assign import Site, assign_sites
+from mics.assign import Site, assign_sites, unit_modules
 from mics.clusters import assumed_cluster, find_cluster
 from mics.comm import World
 from mics.comm.emulated import emulated_cluster
@@ -46,6 +46,8 @@ class Settings:
     device: torch.device
     activations: Activations | None
     sites: list[Site]
+    blocks: list[nn.Module]
+    """What was chosen as units."""
     buffers: list[tuple[str, Tensor]]
 
 
@@ -93,6 +95,12 @@ def check_settings(
     if activations is not None and not isinstance(activations, Activations):
         raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
     device = _device_of(model, world)
+    chosen = [units] if isinstance(units, type) else None if units is None else list(units)
+    blocks = unit_modules(model, chosen)
+    if activations is not None:
+        # Here, where nothing has been touched yet: a callable may raise.
+        for number, module in enumerate(blocks):
+            activations.takes(number, module)
     return Settings(
         partition_groups=_partition_groups(world, partition_size, mesh),
         hierarchical=hierarchical,
@@ -103,7 +111,8 @@ def check_settings(
         device=device,
         activations=activations,
         buffers=list(model.named_buffers()),
-        sites=assign_sites(model, [units] if isinstance(units, type) else units),
+        sites=assign_sites(model, chosen),
+        blocks=blocks,
     )
 
 

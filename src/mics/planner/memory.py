@@ -134,8 +134,9 @@ def memory_terms(model: ModelShape, layout: Layout, activations: Activations, to
         kept, host = inputs, 0.0
     # One block's backward: what it saves if that is computed again, the gradients of its widest part, and the
     # full gradients of its parameters before they are laid out.
-    again = (block.saved_numel - block.input_numel) * per_token if block and activations.checkpoint else 0.0
-    gradients = (block.saved_numel / 2 * per_token if block else 0.0) + largest * layout.param_nbytes
+    whole = block.saved_numel * model.parts * per_token if block else 0.0
+    again = whole if activations.checkpoint else 0.0
+    gradients = whole / 2 + largest * layout.param_nbytes
     return Terms(
         parameters=total * layout.param_nbytes / p,
         gradients=total * _WIDE / p,

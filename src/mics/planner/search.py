@@ -93,11 +93,14 @@ def partition_sizes(cluster: Cluster) -> list[int]:
 
 
 def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
-    """For each policy for activations the two largest micro-batches that fit, with the coarsest units."""
+    """For each policy for activations the largest micro-batches that fit, with the coarsest units.
+
+    A dearer policy only where it makes room for more than a cheaper one.
+    """
     rows = wanted.global_batch // wanted.cluster.world_size
     for parts, prefetch in product(_SPLITS, (None, 1)):
         model = wanted.model.split(parts)
-        fits = False
+        largest = 0  # micro-batch that a cheaper policy has room for
         for policy in _POLICIES:
             settings = [
                 Setting(
@@ -112,12 +115,12 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
                     parts=parts,
                 )
                 for micro_batch in _MICRO_BATCHES
-                if micro_batch <= rows and rows % micro_batch == 0
+                if largest < micro_batch <= rows and rows % micro_batch == 0
             ]
             fitting = [setting for setting in settings if wanted.fits(setting.memory())]
-            fits = fits or bool(fitting)
+            largest = max((setting.micro_batch for setting in fitting), default=largest)
             yield from fitting[-2:]
-        if fits:
+        if largest:
             return
 
 

@@ -56,6 +56,8 @@ class ModelShape:
     units: tuple[UnitShape, ...]
     vocab_size: int = 0
     """Of the logits that a loss is made of; 0: none."""
+    parts: int = 1
+    """Units that each block is split into."""
 
     @property
     def num_parameters(self) -> int:
@@ -87,8 +89,12 @@ class ModelShape:
                 traffic_numel=unit.traffic_numel // parts,
                 score_numel=unit.score_numel // parts,
             )
-            units += [replace(part, name=f"{unit.name}.{number}") for number in range(parts)]
-        return replace(self, units=tuple(units))
+            # The block's checkpoint keeps its input; what is inside keeps nothing.
+            units += [
+                replace(part, name=f"{unit.name}.{number}", input_numel=0 if number else unit.input_numel)
+                for number in range(parts)
+            ]
+        return replace(self, units=tuple(units), parts=parts)
 
     def flops(self, tokens: float, *, recomputed: bool = False) -> float:
         """Of one forward and backward, and of computing blocks again if that counts."""

@@ -46,7 +46,7 @@ def advice(choice: Choice) -> str:
     if setting.prefetch is not None:
         extra += f", prefetch={setting.prefetch}"
     if setting.parts > 1:
-        extra += ", units=[attention and MLP classes]"
+        extra += ", units=[block, attention and MLP classes]"
     return (
         f"mics.shard(model, partition_size={setting.partition_size}{extra}), {setting.micro_batch} rows a "
         f"micro-step, {setting.accumulation} micro-steps"
@@ -110,7 +110,12 @@ def _time(best: Choice, console: Console) -> None:
 
 
 def _choices(found: Answer, console: Console) -> None:
-    table = Table(title="choices, the best of each partition size", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title="choices, the best of each partition size",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for header in ("p", "rows", "micro", "activations", "stages", "s/step", "TFLOP/s", "GiB"):
         table.add_column(header, justify="left" if header == "activations" else "right", no_wrap=True)
     table.add_column("limited by", no_wrap=True)
