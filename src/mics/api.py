@@ -15,7 +15,7 @@ from mics.activations import Activations, apply_activations
 from mics.assign import Site
 from mics.boundary import Boundary
 from mics.buffers import BufferSync
-from mics.choices import Choices, choose_topology, replicas_exchange, unit_specs
+from mics.choices import Choices, choose_partition_size, choose_topology, replicas_exchange, unit_specs
 from mics.clusters import with_shared_gpus
 from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.emulated import emulated_cluster
@@ -63,7 +63,8 @@ def shard(
 
     Args:
         partition_size: ranks that together hold one copy of the parameters; a divisor of the world size.
-            None: one node if its ranks divide the world, else the whole world.
+            None: the smallest whose share of the model leaves half of a GPU's memory to activations (see
+            ``mics plan``); without a GPU one node if its ranks divide the world, else the whole world.
         units: modules, or classes of modules, that are gathered and released as a whole. By default the
             entries of every list of repeated blocks. The rest goes to units of its own.
         mesh: a 2-D ``DeviceMesh`` (replicas outside, partition inside) instead of ``partition_size``.
@@ -87,10 +88,14 @@ def shard(
     nodes = world.node_names()
     settings, error = None, None
     try:
+        size = partition_size
+        if size is None:
+            asks = mesh is None and isinstance(model, nn.Module)
+            size = choose_partition_size(model, world, nodes) if asks else whole_node(nodes)
         settings = check_settings(
             model,
             world,
-            partition_size=whole_node(nodes) if partition_size is None else partition_size,
+            partition_size=size,
             units=units,
             mesh=mesh,
             hierarchical=hierarchical,

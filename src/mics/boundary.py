@@ -15,6 +15,7 @@ from mics.comm.lanes import DONE
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError
 from mics.gradients import GradientOwner, ShardGrad
+from mics.planner.memory import TINY_SHARE
 from mics.plans import Prefetch
 from mics.reduce_buffer import ReduceBuffer
 from mics.schedule import Schedule
@@ -22,7 +23,6 @@ from mics.unit import Unit, refresh_together
 from mics.unit_gradients import GradState, InUse, reduce_over_replicas
 
 _NUM_UNITS_TO_READ = 2  # gathers after which a lane has surely read what it was given before
-_TINY_SHARE = 16  # units of less than this part of the largest have reduce buffers of their own
 
 
 class Boundary:
@@ -221,7 +221,7 @@ class Boundary:
 
     def _is_tiny(self, unit: Unit) -> bool:
         """A norm between two matrices must not keep the next of them out of the buffer."""
-        return unit.spec.layout.numel * _TINY_SHARE < self._largest_numel
+        return unit.spec.layout.numel * TINY_SHARE < self._largest_numel
 
     def _agree_found_inf(self, found_inf: Tensor) -> None:
         self._mesh.world.all_reduce(found_inf, "the gradient scaler's overflow flag", maximum=True)

@@ -6,15 +6,20 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn as nn
 
 from mics.assign import ParamRef, Site
 from mics.auto import batch_nbytes, exchange_pays, two_stages_pay
 from mics.buffers import keeps_statistics
+from mics.comm import World
 from mics.cost import Kind, Span
+from mics.errors import SettingsError
 from mics.layout import plan_layout
 from mics.planner.depth import batching_for, depth_for
+from mics.planner.modules import shape_of_module
+from mics.planner.search import fitting_partition
 from mics.plans import Plans, Prefetch
-from mics.settings import Settings
+from mics.settings import Settings, cluster_for, device_of, whole_node
 from mics.topology import Topology, plan_topology, why_not_two_stage
 from mics.unit import Unit
 from mics.unit_spec import UnitSpec
@@ -40,6 +45,26 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
         if not two_stages_pay(settings.cluster, _span(topology), largest):
             return plan_topology(node_of, partition_groups=groups, hierarchical=False)
     return topology
+
+
+def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) -> int:
+    """The smallest group whose share of the model leaves half of a GPU's memory to activations.
+
+    Without a GPU, one node: nobody says how much of a host's memory is whose.
+    """
+    device = device_of(model, world)
+    cluster = cluster_for(device, nodes)
+    node = whole_node(nodes)
+    if device.type != "cuda" or cluster.world_size != world.size:
+        return node
+    try:
+        shape = shape_of_module(model, name=type(model).__name__)
+    except SettingsError:  # a model with no matrices
+        return node
+    found = fitting_partition(
+        shape, cluster, memory_nbytes=torch.cuda.get_device_properties(device).total_memory
+    )
+    return world.size if found is None else found
 
 
 def replicas_exchange(settings: Settings, topology: Topology) -> bool:

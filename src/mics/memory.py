@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -14,6 +14,7 @@ from mics.engine import Engine, engine_of
 from mics.offload import Offloader
 from mics.optimizer_hooks import optimizer_state_nbytes
 from mics.planner.memory import homes
+from mics.unit import Unit
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
@@ -127,7 +128,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     yield _on_device(
         "gathered units",
         f"at work, and {ahead} ahead" if gathered else "nothing to gather",
-        homes([unit.memory.nbytes for unit in gathered], ahead),
+        homes(tuple(unit.memory.nbytes for unit in gathered), _lookups(gathered), ahead),
         _nbytes(unit.flat for unit in gathered),
     )
     yield _on_device(
@@ -162,6 +163,12 @@ def _activation_terms(offloader: Offloader) -> Iterator[MemoryTerm]:
 def _on_device(name: str, about: str, predicted: float | None, measured: int) -> MemoryTerm:
     whole = None if predicted is None else round(predicted)
     return MemoryTerm(name=name, where="device", about=about, predicted=whole, measured=measured)
+
+
+def _lookups(units: Sequence[Unit]) -> tuple[int, ...]:
+    """Those whose backward needs no weights."""
+    plain = (all(isinstance(m, nn.Embedding) for ref in u.spec.refs for m, _ in ref.places) for u in units)
+    return tuple(index for index, is_plain in enumerate(plain) if is_plain)
 
 
 def _share(size: int) -> str:

@@ -94,7 +94,7 @@ def check_settings(
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
     if activations is not None and not isinstance(activations, Activations):
         raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
-    device = _device_of(model, world)
+    device = device_of(model, world)
     chosen = [units] if isinstance(units, type) else None if units is None else list(units)
     blocks = unit_modules(model, chosen)
     if activations is not None:
@@ -107,7 +107,7 @@ def check_settings(
         optimizer_sharding=optimizer_sharding,
         precision=precision,
         prefetch=_prefetch(prefetch),
-        cluster=_cluster(device, nodes),
+        cluster=cluster_for(device, nodes),
         device=device,
         activations=activations,
         buffers=list(model.named_buffers()),
@@ -128,7 +128,7 @@ def _prefetch(prefetch: Any) -> Prefetch | None:
     return Prefetch(units=prefetch)
 
 
-def _cluster(device: torch.device, nodes: Sequence[str]) -> Cluster:
+def cluster_for(device: torch.device, nodes: Sequence[str]) -> Cluster:
     """The emulated cluster, the one that MICS_CLUSTER names, or what the device suggests."""
     emulated = emulated_cluster()
     if emulated is not None:
@@ -167,7 +167,7 @@ def whole_node(nodes: Sequence[str]) -> int:
     return sizes.pop() if len(sizes) == 1 else len(nodes)
 
 
-def _device_of(model: nn.Module, world: World) -> torch.device:
+def device_of(model: nn.Module, world: World) -> torch.device:
     """Where shards will live. All parameters must be on one device, and within reach of the collectives."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():

@@ -92,7 +92,7 @@ def _curves(wanted: Wanted, best: Choice, *, strong: bool) -> dict[str, list[tup
         here = replace(setting, cluster=cluster, accumulation=accumulation)
         for name in PEERS:
             found[name].append((cluster.world_size, predict(here, name).tflops))
-        nodes *= _CURVE_STEP
+        nodes *= 2 if strong else _CURVE_STEP
         if nodes > _CURVE_STEP**3 * max(first, setting.cluster.num_nodes):
             break
     return found

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
+from mics.homes import Event, Recorded, plan_homes
 from mics.layout import ALIGNMENT_NBYTES
 from mics.planner.shapes import ModelShape
+from mics.plans import Prefetch, make_plan
 
+TINY_SHARE: Final = 16
+"""Units of less than this part of the largest have reduce buffers of their own, and wait for no large one."""
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
-_HOME_NBYTES: Final = 512
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
 _LOGIT_NBYTES: Final = 12  # cross-entropy's softmax and two gradients in float32, at once
@@ -45,15 +48,29 @@ def padded(numel: int, layout: Layout) -> int:
     return math.ceil(numel / step) * step
 
 
-def homes(sizes: Sequence[int], prefetch: int) -> int:
-    """Bytes of the units that are gathered at once. ``sizes`` in forward order.
+@lru_cache(maxsize=256)
+def homes(sizes: tuple[int, ...], lookups: tuple[int, ...], prefetch: int) -> int:
+    """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
 
-    Those ahead, two at work in the backward, and one whose backward nobody saw end. The largest window of
-    neighbours: in a chain it moves one unit at a time.
+    ``sizes`` are in the order of the forward; ``lookups`` names units that the backward does not need.
     """
-    window = 1 if prefetch == 0 else min(prefetch + 3, len(sizes))
-    aligned = [math.ceil(size / _HOME_NBYTES) * _HOME_NBYTES for size in sizes]
-    return max((sum(aligned[start : start + window]) for start in range(len(sizes) - window + 1)), default=0)
+    if prefetch == 0:
+        return max(sizes, default=0)
+    forward = list(range(len(sizes)))
+    backward = [unit for unit in reversed(forward) if unit not in lookups]
+    by_unit = dict(enumerate(sizes))
+    plan = make_plan([*forward, *backward], sizes=by_unit, prefetch=Prefetch(units=prefetch))
+    events, at_work = [], []
+    for position, unit in enumerate(plan.order):
+        events.append(Event(unit, needed=True))
+        at_work.append(unit)
+        # A unit's backward is over when the next one's has begun; its forward before that.
+        if len(at_work) > (position >= len(forward)):
+            done = at_work.pop(0)
+            if done not in plan.kept[position] or position >= len(forward):
+                events.append(Event(done, needed=False))
+    recorded = Recorded(events=events, sent_at=plan.sent_at(), staying=frozenset(), first=plan.first_units)
+    return plan_homes([recorded], by_unit).nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +135,10 @@ def memory_terms(model: ModelShape, layout: Layout, activations: Activations, to
     p = layout.partition_size
     numels = [padded(unit.numel, layout) for unit in model.units if unit.numel]
     total, largest = sum(numels), max(numels)
+    tiny = max((numel for numel in numels if numel * TINY_SHARE < largest), default=0)
+    chain = model.without_repeats
+    sizes = tuple(padded(unit.numel, layout) * layout.param_nbytes for unit in chain)
+    lookups = tuple(index for index, unit in enumerate(chain) if unit.kind == "embedding")
     blocks = [unit for unit in model.units if unit.kind == "block"]
     rest = [unit for unit in model.units if unit.kind != "block"]
     per_token = layout.param_nbytes * tokens
@@ -142,8 +163,8 @@ def memory_terms(model: ModelShape, layout: Layout, activations: Activations, to
         gradients=total * _WIDE / p,
         masters=total * _WIDE / layout.num_owners,
         optimizer=total * ADAM_NBYTES / layout.num_owners,
-        arena=homes([numel * layout.param_nbytes for numel in numels], layout.prefetch) if p > 1 else 0.0,
-        reduce_buffers=layout.num_reduce_buffers * largest * layout.reduce_nbytes * (1 + 1 / p),
+        arena=homes(sizes, lookups, layout.prefetch) if p > 1 else 0.0,
+        reduce_buffers=layout.num_reduce_buffers * (largest + tiny) * layout.reduce_nbytes * (1 + 1 / p),
         activations=kept + outside,
         logits=tokens * model.vocab_size * _LOGIT_NBYTES,
         workspace=again + gradients,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.nn as nn
 
-from mics.assign import Site, assign_sites
+from mics.assign import ParamRef, Site, assign_sites
 from mics.errors import SettingsError
 from mics.planner.shapes import Kind, ModelShape, UnitShape, named_shape
 
@@ -67,7 +67,7 @@ def _unit(site: Site, *, width: int, length: int, heads: int) -> UnitShape:
     flops = sum(2.0 * shape.numel() for shape in matrices)
     kind = _kind(site, lookups=bool(lookups), matrices=matrices, width=width)
     is_block = kind == "block"
-    outputs = sum(shape.numel() // max(1, _inner(shape, width)) for shape in matrices)
+    outputs = sum(_outputs(ref) for ref in site.params if ref.param.dim() >= 2)
     return UnitShape(
         name=site.name or type(site.module).__name__,
         kind=kind,
@@ -91,9 +91,10 @@ def _kind(site: Site, *, lookups: bool, matrices: list[torch.Size], width: int) 
     return "head" if vocabulary else "other"
 
 
-def _inner(shape: torch.Size, width: int) -> int:
-    """The side of a matrix that a token comes in on: the model's width if one side has it."""
-    return width if width in shape else min(shape)
+def _outputs(ref: ParamRef) -> int:
+    """Elements of a token that a matrix gives. torch's own have them in front, others behind."""
+    module, _ = ref.places[0]
+    return int(ref.param.shape[0 if isinstance(module, nn.Linear) else -1])
 
 
 def _width_of(sites: list[Site]) -> int:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 from mics.planner.answer import Answer
-from mics.planner.text import advice, neighbours
+from mics.planner.text import advice, count, neighbours
 
 _GIB: Final = 2**30
 _TERM_COLOURS: Final = (BLUE, "#6d9bd1", "#8a5a9e", "#b78fc9", GREEN, "#8cc7b0", ORANGE, "#b5892f")
@@ -55,7 +55,7 @@ def page(found: Answer) -> str:
     body = "\n".join(
         [
             f"<p><code>{html.escape(advice(best))}</code></p>",
-            f"<p>{wanted.model.num_parameters / 1e9:.3g} B parameters, {wanted.cluster.world_size} GPUs: "
+            f"<p>{count(wanted.model.num_parameters)} parameters, {wanted.cluster.world_size} GPUs: "
             f"{prediction.step_seconds:.3g} s a step, {prediction.tokens_per_second:,.0f} tokens/s, "
             f"{prediction.tflops:.0f} TFLOP/s a GPU ({prediction.hardware_tflops:.0f} with recomputation), "
             f"limited by {best.limited_by}.</p>",
@@ -132,7 +132,7 @@ def _curve(axes: Axes, series: Mapping[str, Sequence[tuple[int, float]]]) -> Non
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(world) for world in ticks])
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.12 * max(value for points in series.values() for _, value in points))
         axes.legend()
     axes.set_xlabel("GPUs")
     axes.set_ylabel("model TFLOP/s a GPU")

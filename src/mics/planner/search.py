@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
@@ -119,7 +119,7 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
             ]
             fitting = [setting for setting in settings if wanted.fits(setting.memory())]
             largest = max((setting.micro_batch for setting in fitting), default=largest)
-            yield from fitting[-2:]
+            yield from fitting[-2:] if parts == 1 else fitting[-1:]  # many units take long to play through
         if largest:
             return
 
@@ -187,16 +187,14 @@ def smallest_cluster(wanted: Wanted) -> int | None:
     return None
 
 
-def fitting_partition(
-    model: ModelShape, cluster: Cluster, *, memory_nbytes: float, tokens: int, sizes: Sequence[int]
-) -> int | None:
-    """The smallest of ``sizes`` whose fixed terms leave half of the memory to activations."""
-    for size in sorted(sizes):
+def fitting_partition(model: ModelShape, cluster: Cluster, *, memory_nbytes: float) -> int | None:
+    """The smallest partition size whose fixed terms leave half of the memory to activations."""
+    for size in partition_sizes(cluster):
         setting = Setting(
             model=model,
             cluster=cluster,
             partition_size=size,
-            micro_batch=max(1, tokens // model.seq_len),
+            micro_batch=1,
             accumulation=1,
             activations=_POLICIES[1],
         )

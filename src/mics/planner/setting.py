@@ -79,7 +79,7 @@ class Setting:
         """Units gathered ahead: as the engine decides it."""
         if self.prefetch is not None or self.partition_size == 1:
             return self.prefetch or 1
-        units = {index: unit for index, unit in enumerate(self.model.units) if unit.numel}
+        units = dict(enumerate(self.model.without_repeats))
         # The backward of a lookup needs no weights.
         backward = [index for index in reversed(units) if units[index].kind != "embedding"]
         return depth_for(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -17,6 +18,7 @@ from mics.models import GPT_SIZES, GPTConfig
 Kind = Literal["block", "embedding", "head", "other"]
 _BLOCK_SAVED: Final = 16  # x hidden: input, two norms, qkv (3), attention, residual, up (4), its GELU (4)
 _BLOCK_TRAFFIC: Final = 18  # x hidden elements read or written outside of matrices in a forward
+_CHAIN: Final = 12  # equal units in a row, more than any plan looks ahead
 _FULL_VOCABULARY: Final = 50304
 
 
@@ -71,6 +73,16 @@ class ModelShape:
     def largest_numel(self) -> int:
         return max(unit.numel for unit in self.units)
 
+    @cached_property
+    def without_repeats(self) -> tuple[UnitShape, ...]:
+        """Units that hold parameters, long chains of equal ones cut short: nothing differs there."""
+        found: list[UnitShape] = []
+        for unit in self.units:
+            before = [(other.kind, other.numel) for other in found[-_CHAIN:]]
+            if unit.numel and before != [(unit.kind, unit.numel)] * _CHAIN:
+                found.append(unit)
+        return tuple(found)
+
     def split(self, parts: int) -> ModelShape:
         """The same with every block in so many units: its attention and MLP, or their matrices."""
         if parts == 1:
@@ -113,6 +125,7 @@ def transformer(
     vocab_size: int = _FULL_VOCABULARY,
     tied: bool = False,
     learned_positions: bool = True,
+    biases: bool = True,
 ) -> ModelShape:
     """A GPT or BERT: blocks of attention and an MLP of four times the width."""
     h = hidden_size
@@ -121,7 +134,7 @@ def transformer(
     block = UnitShape(
         name="block",
         kind="block",
-        numel=12 * h * h + 13 * h,
+        numel=12 * h * h + (13 if biases else 4) * h,
         matrix_flops=24.0 * h * h,
         attention_flops=4.0 * seq_len * h,
         width=h,
@@ -160,6 +173,7 @@ def shape_of_config(name: str, config: GPTConfig, *, seq_len: int | None = None)
         vocab_size=config.vocab_size,
         tied=config.tie_weights,
         learned_positions=not config.rotary,
+        biases=False,
     )
 
 

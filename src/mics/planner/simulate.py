@@ -40,6 +40,8 @@ class Program:
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
+        self._links: dict[int, tuple[tuple[str, float], ...]] = {}  # by cost: units are alike
+        self._costs: list[Cost] = []  # alive, so that each keeps its id
 
     def compute(self, name: str, seconds: float, after: Sequence[Task | None] = ()) -> Task:
         """On the stream that computes."""
@@ -47,11 +49,12 @@ class Program:
 
     def transfer(self, stream: str, name: str, cost: Cost, after: Sequence[Task | None] = ()) -> Task:
         """A collective on a stream of its own."""
-        links = tuple(
-            (link, seconds)
-            for link, seconds in (("intra", cost.intra_seconds), ("inter", cost.inter_seconds))
-            if seconds > 0
-        )
+        links = self._links.get(id(cost))
+        if links is None:
+            both = (("intra", cost.intra_seconds), ("inter", cost.inter_seconds))
+            links = tuple((link, seconds) for link, seconds in both if seconds > 0)
+            self._links[id(cost)] = links
+            self._costs.append(cost)
         found = [task for task in after if task is not None]
         return self._add(Task(stream, name, cost.seconds, links, found))
 
@@ -73,19 +76,20 @@ def play(program: Program) -> float:
     stream_free = dict.fromkeys(queues, 0.0)
     link_free = dict.fromkeys(LINKS, 0.0)
     # First tasks of streams that wait for nothing but time, by the moment at which they could begin.
-    heap: list[tuple[float, int, Task]] = []
+    # Among equals, whoever asked first.
+    heap: list[tuple[float, float, int, Task]] = []
     for queue in queues.values():
         if queue[0].num_waiting == 0:
-            heappush(heap, (0.0, queue[0].number, queue[0]))
+            heappush(heap, (0.0, 0.0, queue[0].number, queue[0]))
     end_of_all = 0.0
     while heap:
-        begin, number, task = heappop(heap)
+        begin, asked, number, task = heappop(heap)
         start = begin
         for link, _ in task.links:
             start = max(start, link_free[link])
-        if start > begin and heap and heap[0][0] < start:
+        if start > begin and heap and heap[0][:3] < (start, asked, number):
             # Its link is taken, and others may want it before it is free: they ask in their turn.
-            heappush(heap, (start, number, task))
+            heappush(heap, (start, asked, number, task))
             continue
         end = start + task.seconds
         task.start, task.end = start, end
@@ -98,12 +102,15 @@ def play(program: Program) -> float:
         queue.popleft()
         if queue and queue[0].num_waiting == 0:
             following = queue[0]
-            heappush(heap, (max(end, following.ready), following.number, following))
+            moment = max(end, following.ready)
+            heappush(heap, (moment, moment, following.number, following))
         for later in task.followers:
             later.ready = max(later.ready, end)
             later.num_waiting -= 1
             if later.num_waiting == 0 and later.stream != stream and queues[later.stream][0] is later:
-                heappush(heap, (max(stream_free[later.stream], later.ready), later.number, later))
+                moment = max(stream_free[later.stream], later.ready)
+                heappush(heap, (moment, moment, later.number, later))
             elif later.num_waiting == 0 and later.stream == stream and queue and queue[0] is later:
-                heappush(heap, (max(end, later.ready), later.number, later))
+                moment = max(end, later.ready)
+                heappush(heap, (moment, moment, later.number, later))
     return end_of_all

@@ -22,7 +22,7 @@ def show(found: Answer, console: Console) -> None:
     wanted, best = found.found.wanted, found.best
     cluster = wanted.cluster
     console.print(
-        f"[bold]{wanted.model.name}[/] ({wanted.model.num_parameters / 1e9:.3g} B parameters, "
+        f"[bold]{wanted.model.name}[/] ({count(wanted.model.num_parameters)} parameters, "
         f"{wanted.model.seq_len} tokens a row) on {cluster.num_nodes} x {cluster.name} "
         f"({cluster.world_size} GPUs), {wanted.global_batch} rows a step"
     )
@@ -35,6 +35,14 @@ def show(found: Answer, console: Console) -> None:
         console.print(line, highlight=False)
     _systems(found, console)
     _money(found, console)
+
+
+def count(number: float) -> str:
+    """12.3 B, 1.06 T."""
+    unit, name = next(
+        (u, n) for u, n in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1, "")) if number >= u or u == 1
+    )
+    return f"{number / unit:.3g} {name}".rstrip()
 
 
 def advice(choice: Choice) -> str:
@@ -116,7 +124,7 @@ def _choices(found: Answer, console: Console) -> None:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for header in ("p", "rows", "micro", "activations", "stages", "s/step", "TFLOP/s", "GiB"):
+    for header in ("p", "rows", "micro", "activations", "s/step", "TFLOP/s", "GiB"):
         table.add_column(header, justify="left" if header == "activations" else "right", no_wrap=True)
     table.add_column("limited by", no_wrap=True)
     for choice in found.found.choices[:8]:
@@ -126,7 +134,6 @@ def _choices(found: Answer, console: Console) -> None:
             str(setting.micro_batch),
             str(setting.accumulation),
             str(setting.activations) + (f", units/{setting.parts}" if setting.parts > 1 else ""),
-            "2" if setting.two_stage else "1",
             f"{choice.step_seconds:.3g}",
             f"{choice.prediction.tflops:.0f}",
             f"{choice.memory.peak / _GIB:.1f}",

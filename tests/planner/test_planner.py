@@ -1,0 +1,206 @@
+"""Predictions against what was measured, published, and built."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import planner_accuracy
+from torch import nn
+
+import mics
+from mics.cli import main
+from mics.models.gpt import GPT, GPTConfig
+from mics.planner import __file__ as planner_file
+from mics.planner.goodput import Faults, goodput
+from mics.planner.hardware import planned_cluster
+from mics.planner.memory import Activations, Layout, memory_terms
+from mics.planner.modules import find_model, shape_of_module
+from mics.planner.search import Wanted, fitting_partition, partition_sizes, search
+from mics.planner.setting import Setting
+from mics.planner.shapes import named_shape, shape_of_config
+from mics.planner.systems import SYSTEMS, predict
+from tests.ranks import run_ranks
+
+CONFIG = GPTConfig(num_layers=5, num_heads=4, hidden_size=64, vocab_size=512, seq_len=32, rotary=False)
+
+
+def test_it_imports_neither_the_engine_nor_process_groups() -> None:
+    forbidden = ("torch.distributed", "mics.comm", "mics.unit", "mics.engine", "mics.schedule", "mics.api")
+    for file in Path(planner_file).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith(forbidden)], file.name
+
+
+@pytest.mark.parametrize("row", planner_accuracy.MEASURED, ids=str)
+def test_measured_steps_are_predicted_within_7_percent(row: planner_accuracy.Measured) -> None:
+    from mics.bench.models import BENCH_MODELS
+    from mics.clusters import find_cluster
+
+    setting = Setting(
+        model=shape_of_config("gpt-3.6b", BENCH_MODELS["gpt-3.6b"].config),
+        cluster=find_cluster(f"{planner_accuracy.ORDINARY}:{row.nodes}"),
+        partition_size=row.partition_size,
+        micro_batch=4,
+        accumulation=row.accumulation,
+        activations=planner_accuracy.CHECKPOINTED,
+        wire_nbytes=row.wire_nbytes,
+    )
+    assert predict(setting, row.system).step_seconds * 1e3 == pytest.approx(row.step_ms, rel=0.07)
+
+
+@pytest.mark.parametrize("row", planner_accuracy.PUBLISHED, ids=lambda row: row.what)
+def test_published_results_are_predicted_within_10_percent(row: planner_accuracy.Published) -> None:
+    assert planner_accuracy._predict(row).hardware_tflops == pytest.approx(row.tflops, rel=0.1)
+
+
+def _report(partition_size: int) -> dict[str, tuple[int | None, int | None]]:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    mics.shard(
+        model, partition_size=partition_size, precision=mics.Precision(param=torch.bfloat16), prefetch=1
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(3):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {term.name: (term.predicted, term.measured) for term in mics.memory(model, show=False).terms}
+
+
+@pytest.mark.parametrize("partition_size", [2, 4])
+def test_terms_are_those_of_a_real_run(partition_size: int) -> None:
+    """The planner's from the shape alone, and the engine's own prediction, within 3% of the tensors."""
+    found = run_ranks(4, _report, partition_size, ranks_per_node=4)[0]
+    layout = Layout(partition_size=partition_size, num_replicas=4 // partition_size, prefetch=1)
+    shape = shape_of_config("gpt", CONFIG)
+    terms = memory_terms(shape, layout, Activations(checkpoint=False), tokens=8).on_device()
+    for name in ("parameters", "gradients", "masters", "optimizer state", "gathered units", "reduce buffers"):
+        predicted, measured = found[name]
+        assert measured
+        assert predicted == pytest.approx(measured, rel=0.03), name
+        assert terms[name] == pytest.approx(measured, rel=0.03), name
+
+
+def test_a_built_model_and_its_config_agree() -> None:
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    built, described = shape_of_module(model, name="gpt"), shape_of_config("gpt", CONFIG)
+    assert built.num_parameters == sum(p.numel() for p in model.parameters()) == described.num_parameters
+    assert built.flops(1) == pytest.approx(described.flops(1), rel=0.01)
+    assert [unit.kind for unit in built.units] == [unit.kind for unit in described.units]
+    saved = [sum(unit.saved_numel for unit in shape.units) for shape in (built, described)]
+    assert saved[0] == pytest.approx(saved[1], rel=0.05)
+
+
+def test_a_hugging_face_config(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    config |= {"num_attention_heads": 4, "vocab_size": 500, "max_position_embeddings": 256}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    shape = find_model(str(file))
+    assert (shape.num_blocks, shape.seq_len, shape.vocab_size) == (3, 256, 500)
+    assert shape.num_parameters == 3 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 500 * 64 + 64
+
+
+def build_for_test() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+
+def test_a_function_that_builds_a_model() -> None:
+    shape = find_model(f"{__name__}:build_for_test", seq_len=16)
+    assert shape.num_parameters == 4 * (32 * 32 + 32)
+    with pytest.raises(mics.SettingsError, match="expected module:function"):
+        find_model(f"{__name__}:no_such_function")
+
+
+def test_the_search_prefers_small_groups_where_they_are_as_fast() -> None:
+    wanted = Wanted(
+        model=named_shape("gpt-20b"), cluster=planned_cluster("p4d.24xlarge:64"), global_batch=2048
+    )
+    found = search(wanted)
+    assert found.choices[0].setting.partition_size == 8
+    assert all(wanted.fits(choice.memory) for choice in found.choices)
+    assert set(found.too_large) | {c.setting.partition_size for c in found.choices} == set(
+        partition_sizes(wanted.cluster)
+    )
+
+
+def test_every_system_is_simulated_and_none_beats_its_computation() -> None:
+    setting = Setting(
+        model=named_shape("gpt-6.7b"),
+        cluster=planned_cluster("p4d.24xlarge:4"),
+        partition_size=8,
+        micro_batch=2,
+        accumulation=2,
+        activations=Activations(checkpoint=True),
+    )
+    for name in SYSTEMS:
+        found = predict(setting, name)
+        assert found.step_seconds >= found.compute_seconds > 0
+
+
+def test_the_smallest_group_that_leaves_room() -> None:
+    cluster = planned_cluster("p4d.24xlarge:2")
+    assert fitting_partition(named_shape("gpt-350m"), cluster, memory_nbytes=40 * 2**30) == 1
+    assert fitting_partition(named_shape("gpt-6.7b"), cluster, memory_nbytes=40 * 2**30) == 4
+    assert fitting_partition(named_shape("gpt-175b"), cluster, memory_nbytes=40 * 2**30) is None
+
+
+def test_goodput() -> None:
+    found = goodput(Faults(node_mtbf=1000 * 3600, checkpoint=60, restart=600), num_nodes=100)
+    assert found.mtbf == 36000
+    assert found.interval == pytest.approx((2 * 60 * 36000) ** 0.5)
+    assert 0.9 < found.share < 0.97
+    assert goodput(Faults(node_mtbf=3600, checkpoint=60, restart=600), num_nodes=100).share == 0
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    wanted = ["plan", "--model", "gpt-13b", "--cluster", "p4d.24xlarge:4", "--global-batch", "128"]
+    assert main([*wanted, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "1000"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("partition_size=", "memory of a GPU", "choices", "dollars", "The next smaller size"):
+        assert words in shown
+    assert main([*wanted, "--json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["parameters"] > 12e9
+    assert found["choices"][0]["memory_peak"] <= found["cluster"]["memory_nbytes"]
+    assert {"mics", "hsdp", "fsdp2"} == set(found["weak_scaling"])
+    text = page.read_text()
+    assert text.count("<svg") == 4
+    assert "http-equiv" not in text
+    assert "<script" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "gpt-17b"], "did you mean gpt-175b"),
+        (["--model", "nothing.json"], "No such file"),
+        (["--cluster", "p4d.24xlarg:2"], "did you mean p4d.24xlarge"),
+        (["--cluster", "p4d.24xlarge:0"], "expected a number of nodes"),
+        (["--global-batch", "17"], "--global-batch: expected a multiple of the 16 GPUs"),
+        (["--global-batch", "-1"], "--global-batch: expected a number above 0"),
+        (["--seq", "0"], "--seq: expected a number above 0"),
+        (["--price", "3"], "--price: expected --tokens"),
+        (["--model", "gpt-1t"], "does not fit on 2 x p4d.24xlarge.* nodes of p4d.24xlarge would do"),
+        (["--html", "/no/such/folder/x.html"], "--html"),
+    ],
+)
+def test_bad_input_names_the_field(
+    change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"--model": "gpt-13b", "--cluster": "p4d.24xlarge:2", "--global-batch": "32"}
+    wanted |= dict(zip(change[::2], change[1::2], strict=True))
+    assert main(["plan", *(word for pair in wanted.items() for word in pair)]) == 2
+    found = capsys.readouterr().err
+    assert re.search(message, found), found
