@@ -13,7 +13,7 @@ from mics.planner.answer import Answer
 from mics.planner.search import Choice
 
 _GIB: Final = 2**30
-_WIDTH: Final = 56
+_WIDTH: Final = 44
 _COLOURS: Final = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_black")
 
 
@@ -57,7 +57,7 @@ def advice(choice: Choice) -> str:
         extra += ", units=[block, attention and MLP classes]"
     return (
         f"mics.shard(model, partition_size={setting.partition_size}{extra}), {setting.micro_batch} rows a "
-        f"micro-step, {setting.accumulation} micro-steps"
+        f"micro-step, {setting.accumulation} micro-step{'s' if setting.accumulation > 1 else ''}"
     )
 
 
