@@ -8,7 +8,6 @@ copies, so that what is tested there is what runs on a GPU.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,85 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mics.comm.lanes import DONE, INLINE, Lane, StreamLane, Ticket
+from mics.comm.lanes import INLINE, Lane, StreamLane
 from mics.host_memory import HostPool
+from mics.saved import Held, Kept, Saved, contiguous_stride, extent_nbytes
+from mics.transfer_clock import TransferClock
 
 _LEAST_NBYTES: Final = 1 << 16  # smaller tensors stay: a copy would cost more than their memory is worth
-_MAX_HORIZON: Final = 4
-_NUM_MEASURED: Final = 3  # micro-steps in which transfers and computation are timed
-
-
-@dataclass
-class Held:
-    """Bytes of saved activations that are on the device."""
-
-    nbytes: int = 0
-    peak: int = 0  # in the forward
-
-    def add(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-
-
-@dataclass(eq=False)
-class Saved:
-    """One tensor that autograd saved. It is on the device, on the host, or on its way."""
-
-    memory: StorageWeakRef  # of the tensor itself: whoever else holds it keeps it alive
-    version: int  # of the tensor when it was saved
-    shape: torch.Size
-    stride: tuple[int, ...]
-    host_stride: tuple[int, ...]  # the same, or without gaps
-    dtype: torch.dtype
-    pool: HostPool
-    held: Held
-    device_copy: Tensor | None = None
-    is_original: bool = True  # ``device_copy`` is the tensor that was saved
-    host: Tensor | None = None
-    moved: Ticket = DONE  # the copy that is under way, in either direction
-    edited: bool = False  # in place, before it had left
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def be_on_device(self, tensor: Tensor, *, is_original: bool) -> None:
-        if self.device_copy is None:
-            self.held.add(self.nbytes)
-        self.device_copy, self.is_original = tensor, is_original
-
-    def leave_device(self) -> None:
-        """Whoever uses this memory next does so after the copy to the host."""
-        assert self.device_copy is not None
-        self.moved.wait()
-        self.edited = self.edited or self._was_edited()
-        self.device_copy = None
-        self.held.add(-self.nbytes)
-
-    def _was_edited(self) -> bool:
-        return self.is_original and self.device_copy is not None and self.device_copy._version != self.version
-
-    def check(self) -> None:
-        """Raise, as torch does, if somebody has changed what was saved."""
-        if self.edited or self._was_edited():
-            raise _changed(self.shape, self.version)
-
-    def __del__(self) -> None:
-        if self.device_copy is not None:
-            self.held.add(-self.nbytes)
-        if self.host is not None:
-            self.moved.wait()  # another tensor's values come next
-            self.pool.give_back(self.host)
-
-    def host_view(self) -> Tensor:
-        assert self.host is not None
-        return self.host[: self.nbytes].view(self.dtype).as_strided(self.shape, self.host_stride)
-
-
-def _changed(shape: torch.Size, version: int) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor that backward needs, of shape {list(shape)}, was changed in place after it was saved (at "
-        f"version {version}); leave it as it is, or change a copy"
-    )
 
 
 @dataclass(eq=False)
@@ -118,14 +44,6 @@ class Packed:
 
     saved: Saved
     group: Group
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """What it holds in place of one that stays. torch does not look for edits where there are hooks."""
-
-    tensor: Tensor
-    version: int
 
 
 class Offloader:
@@ -165,7 +83,7 @@ class Offloader:
         self._leaving: list[list[ref[Saved]]] = []  # by group: on their way, the device's memory still held
         self._follows: dict[int, int] = {}  # place -> the place that the backward came to next
         self._last: Group | None = None
-        self._clock = _Clock() if on_gpu else None
+        self._clock = TransferClock() if on_gpu else None
 
     def begin(self) -> None:
         """A forward begins. It goes on where the last one ended, unless a backward has come in between.
@@ -238,7 +156,7 @@ class Offloader:
             and tensor.layout is torch.strided
             and not (tensor.is_conj() or tensor.is_neg())
             # Expanded ones are smaller where they are, and of narrow slices little would be freed.
-            and nbytes <= _extent_nbytes(tensor) <= 2 * nbytes
+            and nbytes <= extent_nbytes(tensor) <= 2 * nbytes
         )
 
     def _save(self, tensor: Tensor, group: Group) -> Saved:
@@ -251,14 +169,14 @@ class Offloader:
                 self._leaving[-1].append(ref(known))
             return known
         stride = tensor.stride()
-        dense = _extent_nbytes(tensor) == tensor.numel() * tensor.element_size()
+        dense = extent_nbytes(tensor) == tensor.numel() * tensor.element_size()
         saved = Saved(
             memory=StorageWeakRef(tensor.untyped_storage()),
             version=tensor._version,
             shape=tensor.shape,
             stride=stride,
             # A copy between memory with gaps and pinned memory would go through memory that is not.
-            host_stride=stride if dense else _contiguous_stride(tensor.shape),
+            host_stride=stride if dense else contiguous_stride(tensor.shape),
             dtype=tensor.dtype,
             pool=self.pool,
             held=self._held,
@@ -314,9 +232,7 @@ class Offloader:
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Kept):
-            if packed.tensor._version != packed.version:
-                raise _changed(packed.tensor.shape, packed.version)
-            return packed.tensor
+            return packed.check()
         if not isinstance(packed, Packed):
             found: Tensor = packed
             return found
@@ -374,63 +290,3 @@ class Offloader:
         assert self._clock is not None
         with self._clock.transfer():
             copy()
-
-
-class _Clock:
-    """How long transfers take beside the computation of a unit's backward, on the GPU's own clock.
-
-    Events are looked at when they are over: nobody waits for them.
-    """
-
-    def __init__(self) -> None:
-        self._reached: list[torch.cuda.Event] = []  # when the backward came to a group
-        self._transfers: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._by_group: list[int] = []  # for each group, transfers begun since the one before
-        self._num_read = 0
-
-    def reach(self, device: torch.device) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        self._reached.append(event)
-        self._by_group.append(0)
-
-    @contextmanager
-    def transfer(self) -> Iterator[None]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        self._transfers.append((start, end))
-        self._by_group[-1] += 1
-
-    def is_read(self) -> bool:
-        """Asked at the beginning of a forward: whether enough has been seen, and is over."""
-        self._num_read += bool(self._transfers)
-        pending = [self._reached[-1], *(end for _, end in self._transfers[-1:])] if self._transfers else []
-        return self._num_read >= _NUM_MEASURED and all(event.query() for event in pending)
-
-    def horizon(self) -> int:
-        """Groups to send for ahead, so that each is back when the backward comes to it."""
-        transfers = iter(self._transfers)
-        deepest = 1
-        pairs = zip(self._reached, self._reached[1:], self._by_group, strict=False)
-        for reached, following, count in pairs:
-            moved = sum(start.elapsed_time(end) for start, end in (next(transfers) for _ in range(count)))
-            deepest = max(deepest, math.ceil(moved / max(1e-3, reached.elapsed_time(following))))
-        return min(deepest, _MAX_HORIZON)
-
-
-def _extent_nbytes(tensor: Tensor) -> int:
-    """From the first to the last byte that a tensor has; less than its size if elements share memory."""
-    if tensor.numel() == 0:
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
