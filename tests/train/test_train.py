@@ -28,7 +28,7 @@ def _losses(run_dir: Path) -> list[float]:
 
 def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
     """The launcher's four ranks leave all results and the losses of one rank with the same global batch."""
-    args = ["--steps", "6", "--sharding.partition-size", "2"]
+    args = ["--steps", "6", "--sharding.partition-size", "2", "--sharding.activations", "offload"]
     done = subprocess.run(
         _command(tmp_path, *args, "--batch-size", "2"),
         capture_output=True,

@@ -121,6 +121,8 @@ class ShardingSettings:
     """Format in which gradients travel inside a partition group; they are accumulated in fp32."""
     replica_reduce: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients travel between replicas, once a step; they are added up in fp32."""
+    activations: Literal["keep", "checkpoint", "offload"] = "keep"
+    """Keep what blocks save for the backward, compute it again, or that with their inputs in host memory."""
 
     def __post_init__(self) -> None:
         size = self.partition_size

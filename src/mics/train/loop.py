@@ -19,6 +19,11 @@ from mics.train.metrics import Meter, Speedometer, mean_over_ranks
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, describe_run, show_results, write_results
 
+_ACTIVATIONS: Final = {
+    "keep": None,
+    "checkpoint": mics.Activations(),
+    "offload": mics.Activations(offload=True),
+}
 _FORMATS: Final = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -67,6 +72,7 @@ def _prepare(config: TrainConfig, me: Rank) -> _Run:
             reduce=_FORMATS[config.sharding.reduce] or torch.float32,
             replica_reduce=_FORMATS[config.sharding.replica_reduce],
         ),
+        activations=_ACTIVATIONS[config.sharding.activations],
     )
     optimizer = _build_optimizer(model, config, decayed=matrices)
     on_gpu = me.device.type == "cuda"
