@@ -24,7 +24,7 @@ _POLICIES: Final = (
 _SPLITS: Final = (1, 3)
 """Units of a block: one, or its attention and both matrices of its MLP."""
 _AS_FAST: Final = 0.01
-_MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
+_MAX_MICRO_BATCH: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
                     prefetch=prefetch,
                     parts=parts,
                 )
-                for micro_batch in _MICRO_BATCHES
-                if largest < micro_batch <= rows and rows % micro_batch == 0
+                for micro_batch in range(largest + 1, min(rows, _MAX_MICRO_BATCH) + 1)
+                if rows % micro_batch == 0
             ]
             fitting = [setting for setting in settings if wanted.fits(setting.memory())]
             largest = max((setting.micro_batch for setting in fitting), default=largest)

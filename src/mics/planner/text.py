@@ -56,9 +56,13 @@ def advice(choice: Choice) -> str:
     if setting.parts > 1:
         extra += ", units=[block, attention and MLP classes]"
     return (
-        f"mics.shard(model, partition_size={setting.partition_size}{extra}), {setting.micro_batch} rows a "
-        f"micro-step, {setting.accumulation} micro-step{'s' if setting.accumulation > 1 else ''}"
+        f"mics.shard(model, partition_size={setting.partition_size}{extra}), "
+        f"{_plural(setting.micro_batch, 'row')} a micro-step, {_plural(setting.accumulation, 'micro-step')}"
     )
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _result(choice: Choice) -> str:
