@@ -17,6 +17,7 @@ are round figures of the kind that collective benchmarks report for the fabric. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -181,6 +182,9 @@ def _checked(path: Path, where: str, found: Any, wanted: type, *, required: set[
 
 def _number(path: Path, where: str, value: Any) -> float:
     try:  # YAML reads 50e9 as text because it has no dot
-        return float(value)
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError
+        return number
     except (TypeError, ValueError):
         raise SettingsError(f"cluster file {path}: expected a number for {where}, found {value!r}") from None

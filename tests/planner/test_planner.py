@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,10 @@ from mics.planner.goodput import Faults, goodput
 from mics.planner.hardware import planned_cluster
 from mics.planner.memory import Activations, Layout, memory_terms
 from mics.planner.modules import find_model, shape_of_module
-from mics.planner.search import Wanted, fitting_partition, partition_sizes, search
+from mics.planner.search import Wanted, fitting_partition, partition_sizes, search, smallest_cluster
 from mics.planner.setting import Setting
 from mics.planner.shapes import named_shape, shape_of_config
-from mics.planner.systems import SYSTEMS, predict
+from mics.planner.systems import SYSTEMS, predict, predict_quickly
 from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(num_layers=5, num_heads=4, hidden_size=64, vocab_size=512, seq_len=32, rotary=False)
@@ -115,6 +116,10 @@ def build_for_test() -> nn.Module:
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
 
 
+def needs_arguments(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
 def test_a_function_that_builds_a_model() -> None:
     shape = find_model(f"{__name__}:build_for_test", seq_len=16)
     assert shape.num_parameters == 4 * (32 * 32 + 32)
@@ -132,6 +137,84 @@ def test_the_search_prefers_small_groups_where_they_are_as_fast() -> None:
     assert set(found.too_large) | {c.setting.partition_size for c in found.choices} == set(
         partition_sizes(wanted.cluster)
     )
+
+
+def test_the_search_finds_what_trying_everything_finds() -> None:
+    """Three rows a GPU, and units that must be split to make room for all of them."""
+    wanted = Wanted(model=named_shape("gpt-20b"), cluster=planned_cluster("p3dn.24xlarge:4"), global_batch=96)
+    best = min(
+        predict(setting).step_seconds
+        for size in partition_sizes(wanted.cluster)
+        for parts in (1, 3)
+        for prefetch in (None, 1)
+        for rows in (1, 3)
+        for policy in (Activations(checkpoint=False), Activations(checkpoint=True))
+        if wanted.fits(
+            (
+                setting := Setting(
+                    model=wanted.model.split(parts),
+                    cluster=wanted.cluster,
+                    partition_size=size,
+                    micro_batch=rows,
+                    accumulation=3 // rows,
+                    activations=policy,
+                    prefetch=prefetch,
+                    parts=parts,
+                )
+            ).memory()
+        )
+    )
+    assert search(wanted).choices[0].step_seconds <= 1.02 * best
+
+
+def test_long_models_are_predicted_from_shorter_ones() -> None:
+    setting = Setting(
+        model=named_shape("bert-15b"),
+        cluster=planned_cluster("p4d.24xlarge:16"),
+        partition_size=16,
+        micro_batch=4,
+        accumulation=2,
+        activations=Activations(checkpoint=True),
+    )
+    whole, quick = predict(setting), predict_quickly(setting)
+    assert quick.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
+    assert quick.setting.model.num_parameters == setting.model.num_parameters
+
+
+def test_few_units_and_many_micro_steps() -> None:
+    """What a further micro-step adds does not depend on how many were played."""
+    setting = Setting(
+        model=named_shape("nano"),
+        cluster=planned_cluster("p4d.24xlarge:1"),
+        partition_size=2,
+        micro_batch=1,
+        accumulation=8,
+        activations=Activations(checkpoint=False),
+    )
+    times = [predict(replace(setting, accumulation=count)).step_seconds for count in (8, 12, 16)]
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.02)
+
+
+def test_the_smallest_cluster_that_would_do() -> None:
+    for nodes in (1, 3):
+        wanted = Wanted(
+            model=named_shape("gpt-175b"),
+            cluster=planned_cluster(f"p4d.24xlarge:{nodes}"),
+            global_batch=8 * nodes,
+        )
+        assert smallest_cluster(wanted) == 15
+
+
+def test_narrow_matrices_count_by_their_work() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(256, 8, bias=False)
+            self.up = nn.Linear(256, 1024, bias=False)
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Routed() for _ in range(2)))
+    assert 150 < shape_of_module(model, name="routed").units[0].width <= 256
 
 
 def test_every_system_is_simulated_and_none_beats_its_computation() -> None:
@@ -170,6 +253,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     for words in ("partition_size=", "memory of a GPU", "choices", "dollars", "The next smaller size"):
         assert words in shown
+    assert main([*wanted, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
+    assert "never, failures come faster" in capsys.readouterr().out
     assert main([*wanted, "--json", "--html", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] > 12e9
@@ -194,6 +279,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--price", "3"], "--price: expected --tokens"),
         (["--model", "gpt-1t"], "does not fit on 2 x p4d.24xlarge.* nodes of p4d.24xlarge would do"),
         (["--html", "/no/such/folder/x.html"], "--html"),
+        (["--memory-gib", "inf"], "--memory-gib: expected a number above 0"),
+        (["--model", f"{__name__}:needs_arguments"], "function without arguments"),
+        (["--model", ":x"], "expected module:function"),
+        (["--seq", "100000000"], "are logits or workspace: shorten --seq"),
     ],
 )
 def test_bad_input_names_the_field(

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from mics.errors import SettingsError
 from mics.planner.goodput import Faults, Goodput, goodput
-from mics.planner.search import Choice, Found, Wanted, search, smallest_cluster
-from mics.planner.systems import SYSTEMS, Prediction, predict
+from mics.planner.search import Choice, Found, Wanted, largest_term, search, smallest_cluster
+from mics.planner.systems import SYSTEMS, Prediction, predict_quickly
 
 _GIB: Final = 2**30
 _MAX_GPUS: Final = 100_000
@@ -21,7 +21,8 @@ class Money:
     """Of training on a number of tokens."""
 
     tokens: float
-    hours: float
+    hours: float | None
+    """None: it never ends, because failures come faster than work is done."""
     dollars: float | None
 
 
@@ -60,12 +61,14 @@ def answer(
     left = goodput(faults, wanted.cluster.num_nodes) if faults is not None else None
     money = None
     if tokens is not None:
-        hours = tokens / best.prediction.tokens_per_second / 3600 / (left.share if left and left.share else 1)
-        dollars = hours * wanted.cluster.num_nodes * price if price is not None else None
+        share = 1.0 if left is None else left.share
+        hours = tokens / best.prediction.tokens_per_second / 3600 / share if share else None
+        known = price is not None and hours is not None
+        dollars = hours * wanted.cluster.num_nodes * price if known else None  # type: ignore[operator]
         money = Money(tokens=tokens, hours=hours, dollars=dollars)
     return Answer(
         found=found,
-        peers={name: predict(best.setting, name) for name in PEERS},
+        peers={name: predict_quickly(best.setting, name) for name in PEERS},
         weak=_curves(wanted, best, strong=False) if curves else {},
         strong=_curves(wanted, best, strong=True) if curves else {},
         goodput=left,
@@ -91,7 +94,7 @@ def _curves(wanted: Wanted, best: Choice, *, strong: bool) -> dict[str, list[tup
                 break
         here = replace(setting, cluster=cluster, accumulation=accumulation)
         for name in PEERS:
-            found[name].append((cluster.world_size, predict(here, name).tflops))
+            found[name].append((cluster.world_size, predict_quickly(here, name).tflops))
         nodes *= 2 if strong else _CURVE_STEP
         if nodes > _CURVE_STEP**3 * max(first, setting.cluster.num_nodes):
             break
@@ -102,10 +105,12 @@ def _too_large(found: Found) -> str:
     wanted = found.wanted
     size, needed = min(found.too_large.items(), key=lambda item: item[1])
     nodes = smallest_cluster(wanted)
+    term, nbytes = largest_term(wanted)
     would = (
         f"{nodes} nodes of {wanted.cluster.name} would do"
         if nodes is not None
-        else "no number of such nodes would do: a unit alone is too large, make units finer"
+        else f"no number of such nodes would do, because {nbytes / _GIB:.3g} GiB of it are {term}: "
+        + ("shorten --seq" if term in ("activations", "logits or workspace") else "make units finer")
     )
     return (
         f"{wanted.model.name} does not fit on {wanted.cluster.num_nodes} x {wanted.cluster.name}: expected "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,14 +69,14 @@ class PlanConfig:
             ("tokens", self.tokens),
             ("node-mtbf-hours", self.node_mtbf_hours),
         ):
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise SettingsError(f"--{name}: expected a number above 0, found {value}")
         for name, value in (
             ("price", self.price),
             ("checkpoint-seconds", self.checkpoint_seconds),
             ("restart-seconds", self.restart_seconds),
         ):
-            if value is not None and not value >= 0:
+            if value is not None and not 0 <= value < math.inf:
                 raise SettingsError(f"--{name}: expected a number from 0, found {value}")
         if self.price is not None and self.tokens is None:
             raise SettingsError("--price: expected --tokens beside it, found none; money is for tokens")
@@ -106,7 +107,7 @@ def plan(args: Sequence[str]) -> int:
         print(f"mics plan: {error}", file=sys.stderr)
         return 2
     if config.json:
-        print(json.dumps(as_dict(found), indent=2))
+        print(json.dumps(as_dict(found), indent=2, allow_nan=False))
     else:
         show(found, Console())
     if config.html is not None:

@@ -12,7 +12,8 @@ MATRIX_EFFICIENCY: Final = 0.72
 """Fitted: share of the data sheet's peak that wide matrices reach today."""
 MATRIX_EFFICIENCY_2021: Final = 0.62
 """Fitted: the same with the libraries of the seeds."""
-_HALF_SPEED_WIDTH: Final = 128.0  # a tile of a matrix kernel: narrower matrices leave part of it empty
+HALF_SPEED_WIDTH: Final = 128.0
+"""A tile of a matrix kernel: narrower matrices leave part of it empty."""
 # Attention that is not fused: written, scaled, masked, soft-maxed, dropped out, and read for the values.
 _SCORE_PASSES: Final = 12.0
 _ITEMSIZE: Final = 2
@@ -38,7 +39,7 @@ class Device:
         """Of one unit."""
         width = unit.width or 1
         efficiency = MATRIX_EFFICIENCY if self.fused else MATRIX_EFFICIENCY_2021
-        speed = self.peak_flops * efficiency * width / (width + _HALF_SPEED_WIDTH)
+        speed = self.peak_flops * efficiency * width / (width + HALF_SPEED_WIDTH)
         matrices = unit.matrix_flops / speed if unit.matrix_flops else 0.0
         attention = unit.attention_flops / speed
         nbytes = float(unit.traffic_numel * _ITEMSIZE)

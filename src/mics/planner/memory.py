@@ -161,7 +161,7 @@ def memory_terms(model: ModelShape, layout: Layout, activations: Activations, to
     return Terms(
         parameters=total * layout.param_nbytes / p,
         gradients=total * _WIDE / p,
-        masters=total * _WIDE / layout.num_owners,
+        masters=total * _WIDE / layout.num_owners if layout.param_nbytes < _WIDE else 0.0,
         optimizer=total * ADAM_NBYTES / layout.num_owners,
         arena=homes(sizes, lookups, layout.prefetch) if p > 1 else 0.0,
         reduce_buffers=layout.num_reduce_buffers * (largest + tiny) * layout.reduce_nbytes * (1 + 1 / p),

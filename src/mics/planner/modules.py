@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from mics.assign import ParamRef, Site, assign_sites
 from mics.errors import SettingsError
+from mics.planner.compute import HALF_SPEED_WIDTH
 from mics.planner.shapes import Kind, ModelShape, UnitShape, named_shape
 
 _WIDTH_NAMES: Final = ("hidden_size", "n_embd", "d_model", "dim")
@@ -74,7 +75,7 @@ def _unit(site: Site, *, width: int, length: int, heads: int) -> UnitShape:
         numel=numel,
         matrix_flops=flops,
         attention_flops=4.0 * length * width if is_block else 0.0,
-        width=min((min(shape) for shape in matrices), default=0),
+        width=_width_for_speed(matrices),
         input_numel=width if is_block or kind in ("head", "other") else 0,
         saved_numel=outputs + _BESIDE_MATRICES * width if is_block else width if kind != "embedding" else 0,
         traffic_numel=_TRAFFIC * width if is_block else 2 * width,
@@ -89,6 +90,15 @@ def _kind(site: Site, *, lookups: bool, matrices: list[torch.Size], width: int) 
         return "embedding"
     vocabulary = [shape for shape in matrices if max(shape) > 4 * width]
     return "head" if vocabulary else "other"
+
+
+def _width_for_speed(matrices: list[torch.Size]) -> int:
+    """One width that is as fast as these matrices together: a narrow one counts by its part of the work."""
+    work = sum(shape.numel() for shape in matrices)
+    if not work:
+        return 0
+    slowness = sum(shape.numel() * (1 + HALF_SPEED_WIDTH / min(shape)) for shape in matrices) / work
+    return round(HALF_SPEED_WIDTH / (slowness - 1))
 
 
 def _outputs(ref: ParamRef) -> int:
@@ -147,12 +157,18 @@ def _from_function(description: str) -> nn.Module:
     module_name, _, function_name = description.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(
             f"--model {description}: expected module:function, found: {error}; is the module on PYTHONPATH?"
         ) from error
-    with torch.device("meta"):
-        model = function()
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        raise SettingsError(
+            f"--model {description}: expected a function without arguments that builds a model, found "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise SettingsError(
             f"--model {description}: expected an nn.Module to be returned, found {type(model).__name__}"

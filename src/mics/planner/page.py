@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 from mics.planner.answer import Answer
-from mics.planner.text import advice, count, neighbours
+from mics.planner.text import advice, count, money, neighbours
 
 _GIB: Final = 2**30
 _TERM_COLOURS: Final = (BLUE, "#6d9bd1", "#8a5a9e", "#b78fc9", GREEN, "#8cc7b0", ORANGE, "#b5892f")
@@ -48,10 +48,7 @@ def page(found: Answer) -> str:
         f"{wanted.model.name} on {wanted.cluster.num_nodes} x {wanted.cluster.name}, "
         f"{wanted.global_batch} rows a step"
     )
-    money = ""
-    if found.money is not None:
-        dollars = "" if found.money.dollars is None else f", {found.money.dollars:,.0f} dollars"
-        money = f"<p>{found.money.tokens:.3g} tokens: {found.money.hours / 24:,.1f} days{dollars}.</p>"
+    spent = f"<p>{html.escape(money(found.money))}.</p>" if found.money is not None else ""
     body = "\n".join(
         [
             f"<p><code>{html.escape(advice(best))}</code></p>",
@@ -59,7 +56,7 @@ def page(found: Answer) -> str:
             f"{prediction.step_seconds:.3g} s a step, {prediction.tokens_per_second:,.0f} tokens/s, "
             f"{prediction.tflops:.0f} TFLOP/s a GPU ({prediction.hardware_tflops:.0f} with recomputation), "
             f"limited by {best.limited_by}.</p>",
-            money,
+            spent,
             "<h2>Memory of a GPU</h2>",
             _draw(lambda axes: _memory(axes, found), height=2.6),
             "<h2>One step</h2>",

@@ -11,7 +11,7 @@ from mics.errors import SettingsError
 from mics.planner.memory import Activations, Terms
 from mics.planner.setting import Setting
 from mics.planner.shapes import ModelShape
-from mics.planner.systems import Prediction, predict
+from mics.planner.systems import Prediction, predict_quickly
 from mics.topology import Cluster
 
 USABLE: Final = 0.92
@@ -24,6 +24,8 @@ _POLICIES: Final = (
 _SPLITS: Final = (1, 3)
 """Units of a block: one, or its attention and both matrices of its MLP."""
 _AS_FAST: Final = 0.01
+_MAX_SIZES: Final = 8  # beyond a node
+_MAX_NODES: Final = 1 << 17
 _MAX_MICRO_BATCH: Final = 64
 
 
@@ -93,40 +95,47 @@ def partition_sizes(cluster: Cluster) -> list[int]:
 
 
 def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
-    """For each policy for activations the largest micro-batches that fit, with the coarsest units.
+    """For each policy for activations the largest micro-batches that fit.
 
-    A dearer policy only where it makes room for more than a cheaper one.
+    What costs more (computing again, finer units, fewer ahead) only where it makes room for more rows.
     """
     rows = wanted.global_batch // wanted.cluster.world_size
+    micro_batches = [size for size in range(1, min(rows, _MAX_MICRO_BATCH) + 1) if rows % size == 0]
+    room = dict.fromkeys(range(len(_POLICIES)), 0)  # rows that fit up to now, by policy
     for parts, prefetch in product(_SPLITS, (None, 1)):
         model = wanted.model.split(parts)
-        largest = 0  # micro-batch that a cheaper policy has room for
-        for policy in _POLICIES:
-            settings = [
-                Setting(
-                    model=model,
-                    cluster=wanted.cluster,
-                    partition_size=partition_size,
-                    micro_batch=micro_batch,
-                    accumulation=rows // micro_batch,
-                    activations=policy,
-                    wire_nbytes=wanted.wire_nbytes,
-                    prefetch=prefetch,
-                    parts=parts,
-                )
-                for micro_batch in range(largest + 1, min(rows, _MAX_MICRO_BATCH) + 1)
-                if rows % micro_batch == 0
-            ]
-            fitting = [setting for setting in settings if wanted.fits(setting.memory())]
-            largest = max((setting.micro_batch for setting in fitting), default=largest)
-            yield from fitting[-2:] if parts == 1 else fitting[-1:]  # many units take long to play through
-        if largest:
-            return
+        for number, policy in enumerate(_POLICIES):
+            enough = max(room[cheaper] for cheaper in range(number + 1))
+            fitting = []
+            for micro_batch in micro_batches:
+                if micro_batch > enough:
+                    setting = Setting(
+                        model=model,
+                        cluster=wanted.cluster,
+                        partition_size=partition_size,
+                        micro_batch=micro_batch,
+                        accumulation=rows // micro_batch,
+                        activations=policy,
+                        wire_nbytes=wanted.wire_nbytes,
+                        prefetch=prefetch,
+                        parts=parts,
+                    )
+                    if not wanted.fits(setting.memory()):
+                        break  # nor will more rows
+                    fitting.append(setting)
+            if fitting:
+                room[number] = fitting[-1].micro_batch
+            yield from fitting[-2:] if (parts, prefetch) == (1, None) else fitting[-1:]
 
 
 def smallest_need(wanted: Wanted, partition_size: int) -> float:
-    """Bytes of the setting that needs least: one row, everything offloaded, fine units, one ahead."""
-    setting = Setting(
+    """Bytes of the setting that needs least."""
+    return _leanest(wanted, partition_size).memory().peak
+
+
+def _leanest(wanted: Wanted, partition_size: int) -> Setting:
+    """One row, everything offloaded, fine units, one ahead."""
+    return Setting(
         model=wanted.model.split(_SPLITS[-1]),
         cluster=wanted.cluster,
         partition_size=partition_size,
@@ -135,29 +144,38 @@ def smallest_need(wanted: Wanted, partition_size: int) -> float:
         activations=_POLICIES[-1],
         prefetch=1,
     )
-    return setting.memory().peak
 
 
 def search(wanted: Wanted, system: str = "mics") -> Found:
-    """Try every partition size; of each the fastest setting."""
-    choices, too_large = [], {}
-    for size in partition_sizes(wanted.cluster):
-        settings = list(candidates(wanted, size))
+    """Try partition sizes; of each the fastest setting."""
+    best: list[Prediction] = []
+    too_large = {}
+    for size in _thinned(partition_sizes(wanted.cluster), wanted.cluster.ranks_per_node):
+        needed = smallest_need(wanted, size)
+        settings = list(candidates(wanted, size)) if needed <= wanted.limit else []
         if not settings:
-            too_large[size] = smallest_need(wanted, size)
+            too_large[size] = needed
             continue
-        found = [predict(setting, system) for setting in settings]
-        best = min(found, key=lambda prediction: prediction.step_seconds)
-        choices.append(Choice(prediction=best, memory=best.setting.memory(), limited_by=limit_of(best)))
-    fastest = min((choice.step_seconds for choice in choices), default=0.0)
+        found = [predict_quickly(setting, system) for setting in settings]
+        best.append(min(found, key=lambda prediction: prediction.step_seconds))
+    fastest = min((found.step_seconds for found in best), default=0.0)
     # What is as fast is better small: less of it depends on the network being what it should be.
-    choices.sort(
-        key=lambda choice: (
-            max(choice.step_seconds, (1 + _AS_FAST) * fastest),
-            choice.setting.partition_size,
-        )
+    best.sort(
+        key=lambda found: (max(found.step_seconds, (1 + _AS_FAST) * fastest), found.setting.partition_size)
     )
+    choices = [
+        Choice(prediction=found, memory=found.setting.memory(), limited_by=limit_of(found)) for found in best
+    ]
     return Found(wanted=wanted, choices=tuple(choices), too_large=too_large)
+
+
+def _thinned(sizes: list[int], node: int) -> list[int]:
+    """All sizes inside a node, and of the others some from small to large."""
+    inside, outside = [s for s in sizes if s <= node], [s for s in sizes if s > node]
+    if len(outside) <= _MAX_SIZES:
+        return sizes
+    last = len(outside) - 1
+    return inside + [outside[round(last * number / (_MAX_SIZES - 1))] for number in range(_MAX_SIZES)]
 
 
 def limit_of(prediction: Prediction) -> str:
@@ -170,21 +188,35 @@ def limit_of(prediction: Prediction) -> str:
         return "intra bandwidth"
     setting = prediction.setting
     quick = replace(setting.cluster, inter=replace(setting.cluster.inter, latency=0.0, ramp_nbytes=0.0))
-    without = predict(replace(setting, cluster=quick), prediction.system)
+    without = predict_quickly(replace(setting, cluster=quick), prediction.system)
     gained = (step - without.step_seconds) / max(1e-12, prediction.exposed_seconds["inter"])
     return "inter latency" if gained > 0.5 else "inter bandwidth"
 
 
 def smallest_cluster(wanted: Wanted) -> int | None:
-    """Nodes of this kind that would do, if any number of them does."""
-    nodes = wanted.cluster.num_nodes
-    while nodes <= 1 << 17:
-        nodes *= 2
+    """Nodes of this kind that would do, if any number does: a model divided over all of them needs least."""
+
+    def does(nodes: int) -> bool:
         cluster = replace(wanted.cluster, num_nodes=nodes)
         larger = replace(wanted, cluster=cluster, global_batch=cluster.world_size)
-        if any(smallest_need(larger, size) <= larger.limit for size in partition_sizes(cluster)):
-            return nodes
-    return None
+        return smallest_need(larger, cluster.world_size) <= wanted.limit
+
+    enough = wanted.cluster.num_nodes
+    while not does(enough):
+        enough *= 2
+        if enough > _MAX_NODES:
+            return None
+    too_few = enough // 2
+    while enough - too_few > 1:
+        middle = (enough + too_few) // 2
+        too_few, enough = (too_few, middle) if does(middle) else (middle, enough)
+    return enough
+
+
+def largest_term(wanted: Wanted) -> tuple[str, float]:
+    """Of the setting that needs least on all GPUs: what takes most of it."""
+    terms = _leanest(wanted, wanted.cluster.world_size).memory().on_device()
+    return max(terms.items(), key=lambda item: item[1])
 
 
 def fitting_partition(model: ModelShape, cluster: Cluster, *, memory_nbytes: float) -> int | None:

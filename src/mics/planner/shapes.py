@@ -83,6 +83,15 @@ class ModelShape:
                 found.append(unit)
         return tuple(found)
 
+    def with_blocks(self, number: int) -> ModelShape:
+        """The same with only so many blocks (of all their parts)."""
+        left, units = number * self.parts, []
+        for unit in self.units:
+            left -= unit.kind == "block"
+            if unit.kind != "block" or left >= 0:
+                units.append(unit)
+        return replace(self, units=tuple(units))
+
     def split(self, parts: int) -> ModelShape:
         """The same with every block in so many units: its attention and MLP, or their matrices."""
         if parts == 1:

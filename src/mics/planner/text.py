@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mics.planner.answer import Answer
+from mics.planner.answer import Answer, Money
 from mics.planner.search import Choice
 
 _GIB: Final = 2**30
@@ -187,14 +187,18 @@ def _money(found: Answer, console: Console) -> None:
     left = found.goodput
     if left is not None:
         console.print(
-            f"Failures: one every {left.mtbf / 3600:.3g} h; a checkpoint every {left.interval / 60:.3g} min "
-            f"is best and leaves {100 * left.share:.1f}% of the time to training",
+            f"Failures: one every {left.mtbf / 3600:.3g} h; a checkpoint every "
+            f"{max(left.interval, 1) / 60:.3g} min is best and leaves "
+            f"{100 * left.share:.1f}% of the time to training",
             highlight=False,
         )
     if found.money is not None:
-        dollars = "" if found.money.dollars is None else f", {found.money.dollars:,.0f} dollars"
-        console.print(
-            f"{found.money.tokens:.3g} tokens: {found.money.hours:,.0f} h "
-            f"({found.money.hours / 24:,.1f} days){dollars}",
-            highlight=False,
-        )
+        console.print(money(found.money), highlight=False)
+
+
+def money(spent: Money) -> str:
+    """Time and price of a number of tokens."""
+    if spent.hours is None:
+        return f"{spent.tokens:.3g} tokens: never, failures come faster than work is done"
+    dollars = "" if spent.dollars is None else f", {spent.dollars:,.0f} dollars"
+    return f"{spent.tokens:.3g} tokens: {spent.hours:,.0f} h ({spent.hours / 24:,.1f} days){dollars}"
