@@ -7,6 +7,9 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from benchmarks import planner_accuracy
 from torch import nn
 
 import mics
+from mics.choices import choose_partition_size
 from mics.cli import main
 from mics.models.gpt import GPT, GPTConfig
 from mics.planner import __file__ as planner_file
@@ -293,3 +297,20 @@ def test_bad_input_names_the_field(
     assert main(["plan", *(word for pair in wanted.items() for word in pair)]) == 2
     found = capsys.readouterr().err
     assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(("memory_gib", "expected"), [(80, 1), (2.5, 2), (2, 4), (0.2, 8)])
+def test_shard_asks_for_the_smallest_group(memory_gib: float, expected: int) -> None:
+    """On GPUs; the device is imagined here, and so is its memory."""
+    with torch.device("meta"):
+        model = GPT(replace(CONFIG, num_layers=12, hidden_size=1024, vocab_size=32000))
+    world: Any = SimpleNamespace(size=8, rank=0)
+    with (
+        patch("mics.choices.device_of", return_value=torch.device("cuda", 0)),
+        patch("mics.choices.cluster_for", return_value=planned_cluster("p4d.24xlarge:1")),
+        patch(
+            "torch.cuda.get_device_properties",
+            return_value=SimpleNamespace(total_memory=memory_gib * 2**30),
+        ),
+    ):
+        assert choose_partition_size(model, world, ["a"] * 8) == expected

@@ -86,13 +86,13 @@ def _curves(wanted: Wanted, best: Choice, *, strong: bool) -> dict[str, list[tup
     nodes = first
     while nodes * per_node <= _MAX_GPUS:
         cluster = replace(setting.cluster, num_nodes=nodes)
-        accumulation = setting.accumulation
+        here = replace(setting, cluster=cluster)
         if strong:
-            total = rows * setting.cluster.world_size
-            accumulation = total // (cluster.world_size * setting.micro_batch)
-            if accumulation < 1:
+            of_a_gpu = rows * setting.cluster.world_size // cluster.world_size
+            if of_a_gpu < 1:
                 break
-        here = replace(setting, cluster=cluster, accumulation=accumulation)
+            micro_batch = min(setting.micro_batch, of_a_gpu)
+            here = replace(here, micro_batch=micro_batch, accumulation=of_a_gpu // micro_batch)
         for name in PEERS:
             found[name].append((cluster.world_size, predict_quickly(here, name).tflops))
         nodes *= 2 if strong else _CURVE_STEP

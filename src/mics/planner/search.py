@@ -11,7 +11,7 @@ from mics.errors import SettingsError
 from mics.planner.memory import Activations, Terms
 from mics.planner.setting import Setting
 from mics.planner.shapes import ModelShape
-from mics.planner.systems import Prediction, predict_quickly
+from mics.planner.systems import Prediction, predict, predict_quickly
 from mics.topology import Cluster
 
 USABLE: Final = 0.92
@@ -163,6 +163,8 @@ def search(wanted: Wanted, system: str = "mics") -> Found:
     best.sort(
         key=lambda found: (max(found.step_seconds, (1 + _AS_FAST) * fastest), found.setting.partition_size)
     )
+    if best:
+        best[0] = predict(best[0].setting, system)  # all of it, for the timeline
     choices = [
         Choice(prediction=found, memory=found.setting.memory(), limited_by=limit_of(found)) for found in best
     ]
