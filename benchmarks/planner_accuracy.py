@@ -8,6 +8,7 @@ computed again in the backward; the last column leaves it out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mics.bench.models import BENCH_MODELS
 from mics.clusters import find_cluster
@@ -17,7 +18,7 @@ from mics.planner.setting import Setting
 from mics.planner.shapes import ModelShape, named_shape, shape_of_config
 from mics.planner.systems import Prediction, predict
 
-ORDINARY = "benchmarks/clusters/ordinary.yaml"
+ORDINARY = Path(__file__).parent / "clusters" / "ordinary.yaml"
 CHECKPOINTED = Activations(checkpoint=True)
 
 
