@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from mics.bench.intervals import Interval, subtract
 from mics.bench.timeline import LANES, Exposure, Timeline
+from mics.intervals import Interval, subtract
 from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 
 _LANE_COLOURS: Final = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 from mics.cost import Kind
+from mics.intervals import Interval, subtract, total, union
 from mics.planner.setting import Setting
 from mics.planner.shapes import UnitShape
-from mics.planner.simulate import Program, Task, play
+from mics.planner.simulate import LINKS, Program, Task, play
 
 HOST_SECONDS: Final = 0.3e-3
 """Fitted: what the host took to decide about one parameter in DeepSpeed's ZeRO-3 before the seed's work."""
@@ -342,29 +343,17 @@ class _Measured:
 
 
 def _measure(tasks: Sequence[Task], began: float, ended: float) -> _Measured:
-    def clipped(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        return sorted((max(began, s), min(ended, e)) for s, e in pairs if e > began and s < ended)
+    def busy(moments: Iterable[Interval]) -> list[Interval]:
+        return union((max(began, start), min(ended, end)) for start, end in moments if end > began)
 
-    compute = clipped([(t.start, t.end) for t in tasks if t.stream == "compute" and t.name != "host"])
-    found = {}
-    for link in ("intra", "inter"):
-        busy = clipped([(t.start, t.start + s) for t in tasks for name, s in t.links if name == link])
-        found[link] = (_length(busy), _length([*busy, *compute]) - _length(compute))
+    compute = busy((t.start, t.end) for t in tasks if t.stream == "compute" and t.name != "host")
+    links = {
+        link: busy((t.start, t.start + s) for t in tasks for name, s in t.links if name == link)
+        for link in LINKS
+    }
     return _Measured(
         ended - began,
-        _length(compute),
-        found["intra"][0],
-        found["inter"][0],
-        found["intra"][1],
-        found["inter"][1],
+        total(compute),
+        *(total(links[link]) for link in LINKS),
+        *(total(subtract(links[link], compute)) for link in LINKS),
     )
-
-
-def _length(intervals: Sequence[tuple[float, float]]) -> float:
-    """Of their union."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        if stop > end:
-            total += stop - max(start, end)
-            end = stop
-    return total
