@@ -163,7 +163,6 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
                     accumulation=3 // rows,
                     activations=policy,
                     prefetch=prefetch,
-                    parts=parts,
                 )
             ).memory()
         )

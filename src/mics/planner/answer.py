@@ -63,8 +63,7 @@ def answer(
     if tokens is not None:
         share = 1.0 if left is None else left.share
         hours = tokens / best.prediction.tokens_per_second / 3600 / share if share else None
-        known = price is not None and hours is not None
-        dollars = hours * wanted.cluster.num_nodes * price if known else None  # type: ignore[operator]
+        dollars = None if price is None or hours is None else hours * wanted.cluster.num_nodes * price
         money = Money(tokens=tokens, hours=hours, dollars=dollars)
     return Answer(
         found=found,
@@ -159,7 +158,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "activations": str(setting.activations),
         "two_stage": setting.two_stage,
         "prefetch": setting.depth,
-        "units_of_a_block": setting.parts,
+        "units_of_a_block": setting.model.parts,
         "step_seconds": prediction.step_seconds,
         "tokens_per_second": prediction.tokens_per_second,
         "tflops": prediction.tflops,

@@ -142,7 +142,7 @@ def _table(found: Answer) -> str:
     lines = ["<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
     for number, choice in enumerate(found.found.choices[:10]):
         setting = choice.setting
-        units = f", {setting.parts} units a block" if setting.parts > 1 else ""
+        units = f", {setting.model.parts} units a block" if setting.model.parts > 1 else ""
         cells = (
             setting.partition_size,
             setting.num_replicas,

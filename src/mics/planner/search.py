@@ -118,7 +118,6 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
                         activations=policy,
                         wire_nbytes=wanted.wire_nbytes,
                         prefetch=prefetch,
-                        parts=parts,
                     )
                     if not wanted.fits(setting.memory()):
                         break  # nor will more rows

@@ -31,8 +31,8 @@ class Setting:
     """Of a gradient on its way, in both hops."""
     over_replicas: bool = True
     prefetch: int | None = None
-    parts: int = 1
-    """Units that a block of the model was split into."""
+    hierarchical: bool = True
+    """Gather in two stages where that pays, as the engine does."""
     fused: bool = True
     """Kernels of today; False: of 2021."""
 
@@ -70,7 +70,7 @@ class Setting:
     @cached_property
     def two_stage(self) -> bool:
         """Whether units are gathered in two stages: as the engine decides it."""
-        if self.partition.num_nodes == 1 or self.partition.on_a_node == 1:
+        if not self.hierarchical or self.partition.num_nodes == 1 or self.partition.on_a_node == 1:
             return False
         return two_stages_pay(self.cluster, self.partition, self.model.largest_numel * _PARAM)
 

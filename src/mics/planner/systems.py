@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from mics.cost import Kind
 from mics.intervals import Interval, subtract, total, union
@@ -16,11 +16,21 @@ from mics.planner.simulate import LINKS, Program, Task, play
 HOST_SECONDS: Final = 0.3e-3
 """Fitted: what the host took to decide about one parameter in DeepSpeed's ZeRO-3 before the seed's work."""
 _TENSORS_OF_A_BLOCK: Final = 4  # large ones, gathered one by one before they were batched
-_NUM_STEPS: Final = 3
 _MAX_MICRO: Final = 3
 _FEW_UNITS: Final = 40
 _MAX_MICRO_OF_FEW: Final = 8  # what is kept and sent ahead spans whole micro-steps there
 _QUICK_BLOCKS: Final = (24, 48)
+
+
+class _Measured(NamedTuple):
+    """Seconds of a step, or of a part of one."""
+
+    seconds: float
+    compute: float
+    intra: float
+    inter: float
+    exposed_intra: float
+    exposed_inter: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +39,28 @@ class Prediction:
 
     setting: Setting
     system: str
-    step_seconds: float
-    compute_seconds: float
-    link_seconds: dict[str, float]
-    """A transfer held the link."""
-    exposed_seconds: dict[str, float]
-    """A transfer held the link and nothing computed."""
+    measured: _Measured
     tasks: tuple[Task, ...]
     """Of the step that was looked at, for pictures; later micro-steps may be left out."""
     began: float
+
+    @property
+    def step_seconds(self) -> float:
+        return self.measured.seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.measured.compute
+
+    @property
+    def link_seconds(self) -> dict[str, float]:
+        """A transfer held the link."""
+        return {"intra": self.measured.intra, "inter": self.measured.inter}
+
+    @property
+    def exposed_seconds(self) -> dict[str, float]:
+        """A transfer held the link and nothing computed."""
+        return {"intra": self.measured.exposed_intra, "inter": self.measured.exposed_inter}
 
     @property
     def tflops(self) -> float:
@@ -53,31 +76,10 @@ class Prediction:
     def tokens_per_second(self) -> float:
         return self.setting.tokens_per_step / self.step_seconds
 
-    def measured(self) -> _Measured:
-        """The figures alone."""
-        return _Measured(
-            self.step_seconds,
-            self.compute_seconds,
-            self.link_seconds["intra"],
-            self.link_seconds["inter"],
-            self.exposed_seconds["intra"],
-            self.exposed_seconds["inter"],
-        )
-
     def _flops(self, *, recomputed: bool) -> float:
         setting = self.setting
         flops = setting.model.flops(setting.tokens, recomputed=recomputed) * setting.accumulation
         return flops / self.step_seconds / 1e12
-
-
-@dataclass(frozen=True, kw_only=True)
-class System:
-    """A way to order the work."""
-
-    name: str
-    about: str
-    issue: Callable[[Program, Setting, int, int], None]
-    adapt: Callable[[Setting], Setting] = lambda setting: setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,27 @@ class _Style:
     copies: bool = False  # gathered parameters and full gradients are copied once more
     num_pieces: int = 1  # collectives for one unit
     host_seconds: float = 0.0  # for each of them, nothing else going on
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A way to order the work."""
+
+    name: str
+    about: str
+    style: _Style
+    over_the_world: bool = False  # one partition group, whatever was asked for
+    flat: bool = False  # one ring, also over several nodes
+    prefetch: int | None = None  # None: as mics decides it
+
+    def adapt(self, setting: Setting) -> Setting:
+        """What it would make of a setting."""
+        return replace(
+            setting,
+            partition_size=setting.cluster.world_size if self.over_the_world else setting.partition_size,
+            hierarchical=setting.hierarchical and not self.flat,
+            prefetch=setting.prefetch if self.prefetch is None else self.prefetch,
+        )
 
 
 class _Issuer:
@@ -123,7 +146,7 @@ class _Issuer:
             if self.style.keeps_around_turn:
                 self._keep(position, index, turn, last=last)
             if is_backward:
-                done = self._reduce(index, unit, task)
+                done = self._reduce(unit, task)
                 if last and self.style.hides_boundary:
                     done = self._hop2(unit, done)
                 reduced.append(done)
@@ -155,7 +178,7 @@ class _Issuer:
                 found = self.program.transfer(f"gather {link}", f"gather {unit.name}", price, [*after, found])
         return found
 
-    def _reduce(self, index: int, unit: UnitShape, task: Task) -> Task:
+    def _reduce(self, unit: UnitShape, task: Task) -> Task:
         if unit.numel == 0 or self.alone:
             return task
         done = task
@@ -192,85 +215,54 @@ class _Issuer:
                     )
 
 
-def _issue(style: _Style) -> Callable[[Program, Setting, int, int], None]:
-    def issue(program: Program, setting: Setting, num_steps: int, num_micro: int) -> None:
-        issuer = _Issuer(program, setting, style)
-        for step in range(num_steps):
-            for micro in range(num_micro):
-                issuer.micro_step(last=micro == num_micro - 1)
-                if step == num_steps - 1:
-                    return  # where the last one begins is all that is asked of it
-
-    return issue
-
-
-def _over_the_world(setting: Setting) -> Setting:
-    return replace(setting, partition_size=setting.cluster.world_size)
-
-
-def _one_ahead(setting: Setting) -> Setting:
-    return replace(setting, prefetch=1)
-
-
 _MICS: Final = _Style(keeps_around_turn=True, spreads_masters=True, hides_boundary=True)
 _FSDP: Final = _Style(hides_boundary=True, copies=True)
-SYSTEMS: Final = MappingProxyType(
-    {
-        system.name: system
-        for system in (
-            System(name="mics", about="this library", issue=_issue(_MICS)),
-            System(
-                name="hsdp",
-                about="FSDP2 over partition groups, with replicas",
-                issue=_issue(_FSDP),
-                adapt=_one_ahead,
-            ),
-            System(
-                name="fsdp2",
-                about="FSDP2 over the world",
-                issue=_issue(_FSDP),
-                adapt=lambda setting: _one_ahead(_over_the_world(setting)),
-            ),
-            System(
-                name="mics-published",
-                about="MiCS as published: replicas are synchronised after the last backward",
-                issue=_issue(_Style(copies=True)),
-                adapt=_one_ahead,
-            ),
-            System(
-                name="zero3",
-                about="DeepSpeed's ZeRO-3 after the seed's work",
-                issue=_issue(_Style(copies=True)),
-                adapt=lambda setting: _one_ahead(_over_the_world(setting)),
-            ),
-            System(
-                name="zero3-before",
-                about="DeepSpeed's ZeRO-3 before the seed's work: one tensor at a time, nothing overlaps",
-                issue=_issue(
-                    _Style(
-                        overlaps=False,
-                        copies=True,
-                        num_pieces=_TENSORS_OF_A_BLOCK,
-                        host_seconds=HOST_SECONDS,
-                    )
-                ),
-                adapt=_over_the_world,
-            ),
-        )
-    }
+_LATE: Final = _Style(copies=True)
+_ONE_BY_ONE: Final = _Style(
+    overlaps=False, copies=True, num_pieces=_TENSORS_OF_A_BLOCK, host_seconds=HOST_SECONDS
 )
+_ALL: Final = (
+    System(name="mics", about="this library", style=_MICS),
+    System(
+        name="hsdp", about="FSDP2 over partition groups, with replicas", style=_FSDP, flat=True, prefetch=1
+    ),
+    System(
+        name="fsdp2", about="FSDP2 over the world", style=_FSDP, over_the_world=True, flat=True, prefetch=1
+    ),
+    System(
+        name="mics-published",
+        about="MiCS as published: replicas are synchronised after the last backward",
+        style=_LATE,
+        prefetch=1,
+    ),
+    System(
+        name="zero3",
+        about="DeepSpeed's ZeRO-3 after the seed's work",
+        style=_LATE,
+        over_the_world=True,
+        flat=True,
+        prefetch=1,
+    ),
+    System(
+        name="zero3-before",
+        about="DeepSpeed's ZeRO-3 before the seed's work: one tensor at a time, nothing overlaps",
+        style=_ONE_BY_ONE,
+        over_the_world=True,
+        flat=True,
+    ),
+)
+SYSTEMS: Final = MappingProxyType({system.name: system for system in _ALL})
 
 
 def predict(setting: Setting, system: str = "mics") -> Prediction:
     """Play a few steps, and take one from the middle."""
-    found = SYSTEMS[system]
-    setting = found.adapt(setting)
-    if system in ("fsdp2", "hsdp", "zero3", "zero3-before"):
-        setting = _flat(setting)
+    setting = SYSTEMS[system].adapt(setting)
     most = _MAX_MICRO if len(setting.model.units) > _FEW_UNITS else _MAX_MICRO_OF_FEW
     num_micro = min(setting.accumulation, most)
     program = Program()
-    found.issue(program, setting, _NUM_STEPS, num_micro)
+    issuer = _Issuer(program, setting, SYSTEMS[system].style)
+    for number in range(2 * num_micro + 1):  # two steps, and where a third begins
+        issuer.micro_step(last=number % num_micro == num_micro - 1)
     play(program)
     name = f"forward {setting.model.units[0].name}"
     starts = [task.start for task in program.tasks if task.name == name]
@@ -281,8 +273,8 @@ def predict(setting: Setting, system: str = "mics") -> Prediction:
     if more:
         first, second = starts[2 * num_micro - 2], starts[2 * num_micro - 1]
         middle = _measure([t for t in program.tasks if t.end > first and t.start < second], first, second)
-        one = _Measured(*(a + more * b for a, b in zip(one.parts(), middle.parts(), strict=True)))
-    return _prediction(setting, system, one, tuple(step), began)
+        one = _Measured(*(a + more * b for a, b in zip(one, middle, strict=True)))
+    return Prediction(setting=setting, system=system, measured=one, tasks=tuple(step), began=began)
 
 
 def predict_quickly(setting: Setting, system: str = "mics") -> Prediction:
@@ -294,52 +286,9 @@ def predict_quickly(setting: Setting, system: str = "mics") -> Prediction:
         return predict(setting, system)
     shorter = [predict(replace(setting, model=model.with_blocks(count)), system) for count in (few, more)]
     share = (num_blocks - few) / (more - few)
-    one, two = (found.measured() for found in shorter)
-    parts = (a + share * (b - a) for a, b in zip(one.parts(), two.parts(), strict=True))
-    return _prediction(
-        SYSTEMS[system].adapt(setting), system, _Measured(*parts), shorter[1].tasks, shorter[1].began
-    )
-
-
-def _prediction(
-    setting: Setting, system: str, measured: _Measured, tasks: tuple[Task, ...], began: float
-) -> Prediction:
-    return Prediction(
-        setting=setting,
-        system=system,
-        step_seconds=measured.seconds,
-        compute_seconds=measured.compute,
-        link_seconds={"intra": measured.intra, "inter": measured.inter},
-        exposed_seconds={"intra": measured.exposed_intra, "inter": measured.exposed_inter},
-        tasks=tasks,
-        began=began,
-    )
-
-
-def _flat(setting: Setting) -> Setting:
-    flat = replace(setting)
-    object.__setattr__(flat, "two_stage", False)
-    return flat
-
-
-@dataclass(frozen=True)
-class _Measured:
-    seconds: float
-    compute: float
-    intra: float
-    inter: float
-    exposed_intra: float
-    exposed_inter: float
-
-    def parts(self) -> tuple[float, ...]:
-        return (
-            self.seconds,
-            self.compute,
-            self.intra,
-            self.inter,
-            self.exposed_intra,
-            self.exposed_inter,
-        )
+    one, two = (found.measured for found in shorter)
+    parts = (a + share * (b - a) for a, b in zip(one, two, strict=True))
+    return replace(shorter[1], setting=SYSTEMS[system].adapt(setting), measured=_Measured(*parts))
 
 
 def _measure(tasks: Sequence[Task], began: float, ended: float) -> _Measured:

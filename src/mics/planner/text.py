@@ -53,7 +53,7 @@ def advice(choice: Choice) -> str:
         extra = f", activations=mics.Activations({'offload=True' if setting.activations.offload else ''})"
     if setting.prefetch is not None:
         extra += f", prefetch={setting.prefetch}"
-    if setting.parts > 1:
+    if setting.model.parts > 1:
         extra += ", units=[block, attention and MLP classes]"
     return (
         f"mics.shard(model, partition_size={setting.partition_size}{extra}), "
@@ -137,7 +137,7 @@ def _choices(found: Answer, console: Console) -> None:
             str(setting.partition_size),
             str(setting.micro_batch),
             str(setting.accumulation),
-            str(setting.activations) + (f", units/{setting.parts}" if setting.parts > 1 else ""),
+            str(setting.activations) + (f", units/{setting.model.parts}" if setting.model.parts > 1 else ""),
             f"{choice.step_seconds:.3g}",
             f"{choice.prediction.tflops:.0f}",
             f"{choice.memory.peak / _GIB:.1f}",
