@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from mics.cost import Kind, Span, cost
+from mics.cost import Cost, Kind, Span, cost
 from mics.topology import Cluster
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
@@ -17,12 +17,15 @@ def gather_seconds(cluster: Cluster, span: Span, nbytes: int, *, two_stage: bool
     """Time to gather ``nbytes`` over a partition group, in one ring or in two stages."""
     if not two_stage:
         return cost(cluster, Kind.ALL_GATHER, span, nbytes).seconds
+    inter, intra = stage_costs(cluster, Kind.ALL_GATHER, span, nbytes)
+    return inter.seconds + intra.seconds
+
+
+def stage_costs(cluster: Cluster, kind: Kind, span: Span, nbytes: int) -> tuple[Cost, Cost]:
+    """Of a gather or a reduction in two stages: among nodes, and inside one."""
     inter = Span(size=span.num_nodes, num_nodes=span.num_nodes, on_a_node=1)
     intra = Span(size=span.on_a_node, num_nodes=1, on_a_node=span.on_a_node)
-    return (
-        cost(cluster, Kind.ALL_GATHER, inter, nbytes // span.on_a_node).seconds
-        + cost(cluster, Kind.ALL_GATHER, intra, nbytes).seconds
-    )
+    return cost(cluster, kind, inter, nbytes // span.on_a_node), cost(cluster, kind, intra, nbytes)
 
 
 def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from mics.auto import exchange_pays, two_stages_pay
+from mics.auto import exchange_pays, stage_costs, two_stages_pay
 from mics.cost import Cost, Kind, Span, cost
 from mics.planner.compute import Device
 from mics.planner.depth import depth_for
@@ -134,13 +134,8 @@ class Setting:
     def _move(self, kind: Kind, nbytes: int) -> list[tuple[str, Cost]]:
         if not self.two_stage:
             return [("", cost(self.cluster, kind, self.partition, nbytes))]
-        nodes, local = self.partition.num_nodes, self.partition.on_a_node
-        inter = Span(size=nodes, num_nodes=nodes, on_a_node=1)
-        intra = Span(size=local, num_nodes=1, on_a_node=local)
-        stages = [
-            ("inter", cost(self.cluster, kind, inter, nbytes // local)),
-            ("intra", cost(self.cluster, kind, intra, nbytes)),
-        ]
+        inter, intra = stage_costs(self.cluster, kind, self.partition, nbytes)
+        stages = [("inter", inter), ("intra", intra)]
         return stages if kind is Kind.ALL_GATHER else stages[::-1]
 
     def replica_cost(self, kind: Kind, nbytes: float) -> Cost:
