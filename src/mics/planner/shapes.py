@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
-from types import MappingProxyType
 from typing import Final, Literal
 
 from mics.errors import SettingsError
@@ -171,8 +170,10 @@ def transformer(
     return ModelShape(name=name, seq_len=seq_len, units=(*first, *blocks, norm, head), vocab_size=vocab_size)
 
 
-def shape_of_config(name: str, config: GPTConfig, *, seq_len: int | None = None) -> ModelShape:
-    """One of our own GPTs."""
+def shape_of_config(
+    name: str, config: GPTConfig, *, seq_len: int | None = None, biases: bool = False
+) -> ModelShape:
+    """A GPT as ours are built, or with ``biases`` as those of the papers."""
     return transformer(
         name,
         num_layers=config.num_layers,
@@ -182,33 +183,37 @@ def shape_of_config(name: str, config: GPTConfig, *, seq_len: int | None = None)
         vocab_size=config.vocab_size,
         tied=config.tie_weights,
         learned_positions=not config.rotary,
-        biases=False,
+        biases=biases,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Size:
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    seq_len: int
-    vocab_size: int = _FULL_VOCABULARY
+def _published(
+    num_layers: int, hidden_size: int, num_heads: int, seq_len: int, vocab_size: int = _FULL_VOCABULARY
+) -> GPTConfig:
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        rotary=False,
+    )
 
 
-_SIZES: Final = {
-    "bert-10b": _Size(num_layers=127, hidden_size=2560, num_heads=40, seq_len=512, vocab_size=32008),
-    "bert-15b": _Size(num_layers=190, hidden_size=2560, num_heads=40, seq_len=512, vocab_size=32008),
-    "bert-20b": _Size(num_layers=64, hidden_size=5120, num_heads=40, seq_len=512, vocab_size=32008),
-    "bert-50b": _Size(num_layers=62, hidden_size=8192, num_heads=40, seq_len=512, vocab_size=32008),
-    "gpt-20b": _Size(num_layers=24, hidden_size=8192, num_heads=64, seq_len=2048),
-    "gpt-30b": _Size(num_layers=48, hidden_size=7168, num_heads=56, seq_len=2048),
-    "gpt-66b": _Size(num_layers=64, hidden_size=9216, num_heads=72, seq_len=2048),
-    "gpt-100b": _Size(num_layers=80, hidden_size=10240, num_heads=80, seq_len=2048),
-    "gpt-175b": _Size(num_layers=96, hidden_size=12288, num_heads=96, seq_len=2048),
-    "gpt-530b": _Size(num_layers=105, hidden_size=20480, num_heads=128, seq_len=2048),
-    "gpt-1t": _Size(num_layers=210, hidden_size=20480, num_heads=160, seq_len=1024, vocab_size=50264),
+_PUBLISHED: Final = {
+    "bert-10b": _published(127, 2560, 40, 512, 32008),
+    "bert-15b": _published(190, 2560, 40, 512, 32008),
+    "bert-20b": _published(64, 5120, 40, 512, 32008),
+    "bert-50b": _published(62, 8192, 64, 512, 32008),
+    "gpt-20b": _published(24, 8192, 64, 2048),
+    "gpt-30b": _published(48, 7168, 56, 2048),
+    "gpt-66b": _published(64, 9216, 72, 2048),
+    "gpt-100b": _published(80, 10240, 80, 2048),
+    "gpt-175b": _published(96, 12288, 96, 2048),
+    "gpt-530b": _published(105, 20480, 128, 2048),
+    "gpt-1t": _published(210, 20480, 160, 1024, 50264),
 }
-NAMES: Final = MappingProxyType({**dict.fromkeys(GPT_SIZES), **dict.fromkeys(_SIZES)})
+NAMES: Final = (*GPT_SIZES, *_PUBLISHED)
 """Every named size, from small to large by kind."""
 
 
@@ -216,19 +221,11 @@ def named_shape(name: str, *, seq_len: int | None = None) -> ModelShape:
     """A model by name."""
     if name in GPT_SIZES:
         return shape_of_config(name, GPT_SIZES[name], seq_len=seq_len)
-    if name not in _SIZES:
-        near = get_close_matches(name, NAMES, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}? Known: " if near else "known: "
-        raise SettingsError(
-            f"--model {name!r}: expected a named size, a config.json or module:function, found neither; "
-            f"{hint}{', '.join(NAMES)}"
-        )
-    size = _SIZES[name]
-    return transformer(
-        name,
-        num_layers=size.num_layers,
-        hidden_size=size.hidden_size,
-        num_heads=size.num_heads,
-        seq_len=seq_len or size.seq_len,
-        vocab_size=size.vocab_size,
+    if name in _PUBLISHED:
+        return shape_of_config(name, _PUBLISHED[name], seq_len=seq_len, biases=True)
+    near = get_close_matches(name, NAMES, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}? Known: " if near else "known: "
+    raise SettingsError(
+        f"--model {name!r}: expected a named size, a config.json or module:function, found neither; "
+        f"{hint}{', '.join(NAMES)}"
     )
