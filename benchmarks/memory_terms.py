@@ -1,85 +1,118 @@
-"""Memory per rank, term by term, against the formula: GPT of 124 M parameters, bf16, AdamW.
+"""Memory of a rank, term by term: what the planner says of a model's shape, and what a real run has.
 
-    torchrun --nproc-per-node 4 benchmarks/memory_terms.py
+    torchrun --nproc-per-node 4 benchmarks/memory_terms.py --partition-size 2
 
-P is the number of parameters, p the partition size (2), R the number of replicas; one unit is gathered ahead.
-The terms are read off the real tensors after three optimizer steps.
+Small models, bf16 parameters, AdamW, one unit gathered ahead, after three steps, on rank 0: our own GPT and,
+where transformers is installed, a Llama with fewer key heads and a GPT-2 with tied weights.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from torch import Tensor, nn
 
 import mics
-from mics.engine import engine_of
-from mics.models.gpt import GPT
-from mics.models.sizes import GPT_SIZES
+from mics.models.gpt import GPT, GPTConfig
+from mics.planner.memory import Activations, Layout, memory_terms
+from mics.planner.modules import shape_of_module
+
+TERMS = ("parameters", "gradients", "masters", "optimizer state", "gathered units", "reduce buffers")
+VOCABULARY, WIDTH, LAYERS, TOKENS = 512, 128, 6, 32
 
 
-def nbytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of distinct memory behind ``tensors``."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+def gpt() -> nn.Module:
+    return GPT(
+        GPTConfig(
+            num_layers=LAYERS,
+            num_heads=4,
+            hidden_size=WIDTH,
+            vocab_size=VOCABULARY,
+            seq_len=TOKENS,
+            rotary=False,
+        )
+    )
 
 
-def measure(size: str, partition_size: int, device: torch.device) -> list[tuple[str, str, float, float]]:
-    """Name, formula, expected bytes and measured bytes of every term on this rank."""
-    config = GPT_SIZES[size]
-    with torch.device("meta"):
-        model = GPT(config)
-    precision = mics.Precision(param=torch.bfloat16)
-    mics.shard(model, partition_size=partition_size, precision=precision, prefetch=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine = engine_of(model)
-    units = engine.units
-    tokens = torch.randint(0, config.vocab_size, (1, 32), device=device)
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=3 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=TOKENS,
+        )
+    )
+
+
+def tied_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=TOKENS,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    found = model(tokens, tokens) if isinstance(model, GPT) else model(input_ids=tokens, labels=tokens).loss
+    assert isinstance(found, Tensor)
+    return found
+
+
+def compare(build: Callable[[], nn.Module], partition_size: int) -> None:
+    """Train one model, and print its terms."""
+    torch.manual_seed(0)
+    model = build()
+    shape = shape_of_module(model, name=build.__name__, seq_len=TOKENS)
+    layout = Layout(
+        partition_size=partition_size, num_replicas=dist.get_world_size() // partition_size, prefetch=1
+    )
+    expected = memory_terms(shape, layout, Activations(checkpoint=False), TOKENS).on_device()
+    mics.shard(
+        model, partition_size=partition_size, precision=mics.Precision(param=torch.bfloat16), prefetch=1
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, VOCABULARY, (1, TOKENS))
     for _ in range(3):
-        model(tokens, tokens).backward()
-        mics.clip_grad_norm_(model, 1.0)
+        loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
-    gradients = [u.gradients.shard for u in units if u.gradients.shard is not None]
-    reducing = [tensor for b in engine.boundary.reduce_buffers() for tensor in (b.full, b.shard)]
-    p, replicas = partition_size, dist.get_world_size() // partition_size
-    params = config.num_parameters
-    largest = max(unit.spec.layout.numel for unit in units)
-    block = max(u.spec.layout.numel for u in units if u.spec.name.startswith("blocks"))
-    root = sum(u.spec.layout.numel for u in units if u.spec.name == "GPT")  # tied weights: held throughout
-    return [
-        ("parameters", "2P/p", 2 * params / p, nbytes([u.param_shard for u in units])),
-        ("gradients", "4P/p", 4 * params / p, nbytes(gradients)),
-        ("masters", "4P/(pR)", 4 * params / (p * replicas), nbytes([u.master for u in units])),
-        ("moments", "8P/(pR)", 8 * params / (p * replicas), nbytes(moments)),
-        ("arena", "2 x (tied weights + 3 blocks)", 2 * (root + 3 * block), nbytes([u.flat for u in units])),
-        ("reduce buffer", "4 x largest unit x (1 + 1/p)", 4 * largest * (1 + 1 / p), nbytes(reducing)),
-        ("exchange (gloo only)", "4 x largest unit x (1 + 1/p)" if device.type == "cpu" else "0",
-         4 * largest * (1 + 1 / p) if device.type == "cpu" else 0, engine.mesh.staging_nbytes()),
-    ]  # fmt: skip
+    report = mics.memory(model, show=False)
+    for name in TERMS if dist.get_rank() == 0 else ():
+        measured, predicted = report[name].measured or 0, report[name].predicted or 0
+        cells = [f"{nbytes / 2**10:.1f}" for nbytes in (measured, expected[name], predicted)]
+        error = f"{100 * (expected[name] / measured - 1):+.2f}%" if measured else "-"
+        print(f"| {build.__name__} | {name} | {' | '.join(cells)} | {error} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", default="gpt-124m")
     parser.add_argument("--partition-size", type=int, default=2)
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    terms = measure(args.size, args.partition_size, torch.device("cpu"))
     if dist.get_rank() == 0:
-        world_size = dist.get_world_size()
-        table = Table(title=f"{args.size}, {world_size} ranks, partition size {args.partition_size}, rank 0")
-        for column in ("term", "formula", "expected MiB", "measured MiB", "ratio"):
-            table.add_column(column, justify="left" if column in ("term", "formula") else "right")
-        for name, formula, expected, measured in terms:
-            ratio = f"{measured / expected:.4f}" if expected else "-"
-            table.add_row(name, formula, f"{expected / 2**20:.2f}", f"{measured / 2**20:.2f}", ratio)
-        Console(width=110).print(table)
+        print("| model | term | measured KiB | planner KiB | mics.memory KiB | planner's error |")
+        print("|---|---|---:|---:|---:|---:|")
+    for build in (gpt, llama, tied_gpt2) if find_spec("transformers") else (gpt,):
+        compare(build, args.partition_size)
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ from mics.engine import Engine, engine_of
 from mics.offload import Offloader
 from mics.optimizer_hooks import optimizer_state_nbytes
 from mics.planner.memory import homes
+from mics.schedule import ScheduledSite
 from mics.unit import Unit
 
 _GIB: Final = 2**30
@@ -124,11 +125,18 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
         optimizer_state_nbytes(engine.boundary),
     )
     gathered = [unit for unit in units if unit.memory.is_own]
+    held = _held(engine.schedule.sites)
+    chain = [unit for unit in gathered if unit not in held]
     ahead = engine.schedule.plans.prefetch.units
     yield _on_device(
         "gathered units",
         f"at work, and {ahead} ahead" if gathered else "nothing to gather",
-        homes(tuple(unit.memory.nbytes for unit in gathered), _lookups(gathered), ahead),
+        homes(
+            tuple(unit.memory.nbytes for unit in chain),
+            _lookups(chain),
+            ahead,
+            tuple(unit.memory.nbytes for unit in gathered if unit in held),
+        ),
         _nbytes(unit.flat for unit in gathered),
     )
     yield _on_device(
@@ -163,6 +171,13 @@ def _activation_terms(offloader: Offloader) -> Iterator[MemoryTerm]:
 def _on_device(name: str, about: str, predicted: float | None, measured: int) -> MemoryTerm:
     whole = None if predicted is None else round(predicted)
     return MemoryTerm(name=name, where="device", about=about, predicted=whole, measured=measured)
+
+
+def _held(sites: Sequence[ScheduledSite]) -> list[Unit]:
+    """Units of modules around others: gathered as long as those are at work."""
+    modules = {site.module for site in sites}
+    around = (s for s in sites if any(m in modules for m in s.module.modules() if m is not s.module))
+    return [unit for site in around for unit in site.units]
 
 
 def _lookups(units: Sequence[Unit]) -> tuple[int, ...]:

@@ -65,9 +65,9 @@ def test_published_results_are_predicted_within_10_percent(row: planner_accuracy
     assert planner_accuracy._predict(row).hardware_tflops == pytest.approx(row.tflops, rel=0.1)
 
 
-def _report(partition_size: int) -> dict[str, tuple[int | None, int | None]]:
+def _report(config: GPTConfig, partition_size: int) -> dict[str, tuple[int | None, int | None]]:
     torch.manual_seed(0)
-    model = GPT(CONFIG)
+    model = GPT(config)
     mics.shard(
         model, partition_size=partition_size, precision=mics.Precision(param=torch.bfloat16), prefetch=1
     )
@@ -80,12 +80,14 @@ def _report(partition_size: int) -> dict[str, tuple[int | None, int | None]]:
     return {term.name: (term.predicted, term.measured) for term in mics.memory(model, show=False).terms}
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("partition_size", [2, 4])
-def test_terms_are_those_of_a_real_run(partition_size: int) -> None:
+def test_terms_are_those_of_a_real_run(partition_size: int, tied: bool) -> None:
     """The planner's from the shape alone, and the engine's own prediction, within 3% of the tensors."""
-    found = run_ranks(4, _report, partition_size, ranks_per_node=4)[0]
+    config = replace(CONFIG, tie_weights=tied)
+    found = run_ranks(4, _report, config, partition_size, ranks_per_node=4)[0]
     layout = Layout(partition_size=partition_size, num_replicas=4 // partition_size, prefetch=1)
-    shape = shape_of_config("gpt", CONFIG)
+    shape = shape_of_config("gpt", config)
     terms = memory_terms(shape, layout, Activations(checkpoint=False), tokens=8).on_device()
     for name in ("parameters", "gradients", "masters", "optimizer state", "gathered units", "reduce buffers"):
         predicted, measured = found[name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from mics.homes import Event, Recorded, plan_homes
+from mics.homes import ALIGNMENT, Event, Recorded, plan_homes
 from mics.layout import ALIGNMENT_NBYTES
 from mics.planner.shapes import ModelShape
 from mics.plans import Prefetch, make_plan
@@ -49,13 +49,14 @@ def padded(numel: int, layout: Layout) -> int:
 
 
 @lru_cache(maxsize=256)
-def homes(sizes: tuple[int, ...], lookups: tuple[int, ...], prefetch: int) -> int:
+def homes(sizes: tuple[int, ...], lookups: tuple[int, ...], prefetch: int, held: tuple[int, ...] = ()) -> int:
     """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
 
     ``sizes`` are in the order of the forward; ``lookups`` names units that the backward does not need.
+    ``held``: of units beside the chain, gathered all the while.
     """
     if prefetch == 0:
-        return max(sizes, default=0)
+        return max(sizes, default=0) + sum(held)
     forward = list(range(len(sizes)))
     backward = [unit for unit in reversed(forward) if unit not in lookups]
     by_unit = dict(enumerate(sizes))
@@ -70,7 +71,7 @@ def homes(sizes: tuple[int, ...], lookups: tuple[int, ...], prefetch: int) -> in
             if done not in plan.kept[position] or position >= len(forward):
                 events.append(Event(done, needed=False))
     recorded = Recorded(events=events, sent_at=plan.sent_at(), staying=frozenset(), first=plan.first_units)
-    return plan_homes([recorded], by_unit).nbytes
+    return plan_homes([recorded], by_unit).nbytes + sum(-(-size // ALIGNMENT) * ALIGNMENT for size in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +137,12 @@ def memory_terms(model: ModelShape, layout: Layout, activations: Activations, to
     numels = [padded(unit.numel, layout) for unit in model.units if unit.numel]
     total, largest = sum(numels), max(numels)
     tiny = max((numel for numel in numels if numel * TINY_SHARE < largest), default=0)
-    chain = model.without_repeats
+    chain = [unit for unit in model.without_repeats if not unit.is_held]
     sizes = tuple(padded(unit.numel, layout) * layout.param_nbytes for unit in chain)
     lookups = tuple(index for index, unit in enumerate(chain) if unit.kind == "embedding")
+    held = tuple(
+        padded(unit.numel, layout) * layout.param_nbytes for unit in model.without_repeats if unit.is_held
+    )
     blocks = [unit for unit in model.units if unit.kind == "block"]
     rest = [unit for unit in model.units if unit.kind != "block"]
     per_token = layout.param_nbytes * tokens
@@ -163,7 +167,7 @@ def memory_terms(model: ModelShape, layout: Layout, activations: Activations, to
         gradients=total * _WIDE / p,
         masters=total * _WIDE / layout.num_owners if layout.param_nbytes < _WIDE else 0.0,
         optimizer=total * ADAM_NBYTES / layout.num_owners,
-        arena=homes(sizes, lookups, layout.prefetch) if p > 1 else 0.0,
+        arena=homes(sizes, lookups, layout.prefetch, held) if p > 1 else 0.0,
         reduce_buffers=layout.num_reduce_buffers * (largest + tiny) * layout.reduce_nbytes * (1 + 1 / p),
         activations=kept + outside,
         logits=tokens * model.vocab_size * _LOGIT_NBYTES,

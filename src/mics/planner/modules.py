@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +44,14 @@ def shape_of_module(model: nn.Module, *, name: str, seq_len: int | None = None) 
     width = _attribute(config, _WIDTH_NAMES) or _width_of(sites)
     length = seq_len or _attribute(config, _LENGTH_NAMES) or _DEFAULT_LENGTH
     heads = _attribute(config, _HEADS_NAMES) or max(1, width // 128)
-    units = [_unit(site, width=width, length=length, heads=heads) for site in sites]
+    modules = {site.module for site in sites}
+    units = [
+        replace(
+            _unit(site, width=width, length=length, heads=heads),
+            is_held=any(module in modules for module in site.module.modules() if module is not site.module),
+        )
+        for site in sites
+    ]
     vocabulary = [unit.numel // width for unit in units if unit.kind == "head"]
     tied = getattr(config, "vocab_size", 0) if not vocabulary else 0
     return ModelShape(

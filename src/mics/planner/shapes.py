@@ -42,6 +42,8 @@ class UnitShape:
     """Elements of a token that pass through memory outside of matrices."""
     score_numel: int = 0
     """Attention scores of a token: they pass through memory where attention is not fused."""
+    is_held: bool = False
+    """It belongs to a module around others (tied weights), and is gathered as long as they are at work."""
 
     @property
     def flops(self) -> float:
@@ -137,7 +139,9 @@ def transformer(
 ) -> ModelShape:
     """A GPT or BERT: blocks of attention and an MLP of four times the width."""
     h = hidden_size
-    embedding = UnitShape(name="embedding", kind="embedding", numel=vocab_size * h, traffic_numel=2 * h)
+    embedding = UnitShape(
+        name="embedding", kind="embedding", numel=vocab_size * h, traffic_numel=2 * h, is_held=tied
+    )
     positions = UnitShape(name="positions", kind="embedding", numel=seq_len * h, traffic_numel=3 * h)
     block = UnitShape(
         name="block",
