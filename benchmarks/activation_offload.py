@@ -3,8 +3,8 @@
     python benchmarks/activation_offload.py compare
     python benchmarks/activation_offload.py walk
 
-compare: step time and memory of mics without and with offload and of FSDP2 with torch's save_on_cpu, then the
-largest micro-batch of each. walk: memory reports on the way to a larger model. On a CPU both run a small
+compare: step time and memory of mics without and with offload and of FSDP2 (HSDP where the cluster has
+replicas) with torch's save_on_cpu, then the largest micro-batch of each. walk: memory reports on the way to a larger model. On a CPU both run a small
 model and show times and named terms alone.
 """
 
@@ -29,10 +29,12 @@ from mics.bench.timeline import exposure, record
 from mics.clusters import find_cluster
 
 GIB = 2**30
+PARTITION_SIZE = 8
 WAYS = {
     "mics, no offload": ("mics", False),
     "mics, offload": ("mics", True),
     "FSDP2, save_on_cpu": ("fsdp2", True),
+    "HSDP, save_on_cpu": ("hsdp", True),
 }
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -51,7 +53,9 @@ class Found:
     largest_peak: int = 0
 
 
-def job_of(model: str, *, offload: bool, checkpoint: bool = True, partition_size: int = 8) -> Job:
+def job_of(
+    model: str, *, offload: bool, checkpoint: bool = True, partition_size: int = PARTITION_SIZE
+) -> Job:
     found = BENCH_MODELS[model]
     return Job(
         model=found.config,
@@ -96,7 +100,10 @@ def retries() -> int:
 def compare(args: argparse.Namespace) -> None:
     """Measure every way, one after the other in this process, and print a table."""
     results: dict[str, Found] = {}
+    has_replicas = find_cluster(args.cluster).world_size > PARTITION_SIZE
     for name, (system, offload) in WAYS.items():
+        if system == ("fsdp2" if has_replicas else "hsdp"):
+            continue  # the one that shards over the world is no match for partition groups, and the reverse
         job = job_of(args.model, offload=offload)
         with mics.emulate(find_cluster(args.cluster)) as emulation:
             trainer: Any = SYSTEMS[system].build(job)
@@ -191,9 +198,9 @@ def walk(args: argparse.Namespace) -> None:
     """Partition size, then checkpointing, then offload: a memory report after each."""
     ways = [  # name, partition size, checkpoint, offload
         ("partition size 1", 1, False, False),
-        ("partition size 8", 8, False, False),
-        ("and checkpointing", 8, True, False),
-        ("and offload", 8, True, True),
+        ("partition size 8", PARTITION_SIZE, False, False),
+        ("and checkpointing", PARTITION_SIZE, True, False),
+        ("and offload", PARTITION_SIZE, True, True),
     ]
     for name, partition_size, checkpoint, offload in ways:
         job = job_of(args.model, offload=offload, checkpoint=checkpoint, partition_size=partition_size)
