@@ -4,8 +4,8 @@
     python benchmarks/activation_offload.py walk
 
 compare: step time and memory of mics without and with offload and of FSDP2 (HSDP where the cluster has
-replicas) with torch's save_on_cpu, then the largest micro-batch of each. walk: memory reports on the way to a larger model. On a CPU both run a small
-model and show times and named terms alone.
+replicas) with torch's save_on_cpu, then the largest micro-batch of each. walk: memory reports on the way to a
+larger model. On a CPU both run a small model and show times and named terms alone.
 """
 
 from __future__ import annotations
