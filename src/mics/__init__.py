@@ -4,9 +4,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mics.activations import Activations
 from mics.api import clip_grad_norm_, microsteps, shard, traffic
+from mics.checkpoint import Saving, load, save
 from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
-from mics.errors import CollectiveError, MicsError, SettingsError
+from mics.errors import CheckpointError, CollectiveError, MicsError, SettingsError
 from mics.memory import MemoryReport, memory
 from mics.optimizer_hooks import allow_optimizer
 from mics.plans import Prefetch
@@ -27,6 +28,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "Activations",
+    "CheckpointError",
     "Cluster",
     "CollectiveError",
     "Emulation",
@@ -35,6 +37,7 @@ __all__ = [
     "MicsError",
     "Precision",
     "Prefetch",
+    "Saving",
     "SettingsError",
     "Traffic",
     "allow_optimizer",
@@ -43,9 +46,11 @@ __all__ = [
     "full_gradients",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "load",
     "load_full_state_dict",
     "memory",
     "microsteps",
+    "save",
     "shard",
     "summon",
     "traffic",

@@ -18,3 +18,7 @@ UNCOPYABLE = (
 
 class CollectiveError(MicsError):
     """A collective failed: a rank died, the network was cut, or the timeout passed."""
+
+
+class CheckpointError(MicsError):
+    """A checkpoint cannot be written or read: a torn or altered file, a full disk, another model."""

@@ -24,8 +24,10 @@ class HostPool:
     that change from step to step do not pile up.
     """
 
-    def __init__(self, *, pin: bool, num_sharing: int) -> None:
+    def __init__(self, *, pin: bool, num_sharing: int, user: str, remedy: str) -> None:
         self._pin = pin
+        self._user = user  # whose buffers they are, and what can be done without them: for errors
+        self._remedy = remedy
         available = available_nbytes()
         # The ranks of a node ask for as much at about the same time: each has its part of what is there now.
         self._num_sharing = num_sharing
@@ -54,10 +56,9 @@ class HostPool:
             f", this node's {self._num_sharing} ranks sharing what there is" if self._num_sharing > 1 else ""
         )
         raise MicsError(
-            f"activation offload: expected {nbytes / _GIB:.3g} GiB of host memory for {what}{ranks} (and "
+            f"{self._user}: expected {nbytes / _GIB:.3g} GiB of host memory for {what}{ranks} (and "
             f"{_MARGIN_NBYTES / _GIB:.0f} GiB left to others), found {available / _GIB:.3g} GiB available "
-            f"beside {self.nbytes / _GIB:.3g} GiB that this rank has for it already; offload less "
-            "(Activations.offload takes a fraction or bytes) or use a smaller micro-batch"
+            f"beside {self.nbytes / _GIB:.3g} GiB that this rank has for it already; {self._remedy}"
         )
 
     def _room_for(self, nbytes: int) -> bool:
@@ -66,17 +67,17 @@ class HostPool:
             return True
         return nbytes <= self._share and nbytes - self.nbytes + _MARGIN_NBYTES <= available
 
-    def take(self, nbytes: int) -> Tensor:
-        """A buffer of at least ``nbytes``."""
+    def take(self, nbytes: int, what: str) -> Tensor:
+        """A buffer of at least ``nbytes``; ``what`` they are for, in words."""
         place = next((i for i, buffer in enumerate(self._free) if buffer.numel() >= nbytes), None)
         if place is not None:
             return self._free.pop(place)
         if self._free:
             self._drop(self._free.pop())
-        self.require(self.nbytes + nbytes, "saved activations")
+        self.require(self.nbytes + nbytes, what)
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if self._pin:
-            _pin(buffer)
+            self._pin_memory(buffer)
             self._pinned[buffer.data_ptr()] = buffer
         self.nbytes += nbytes
         self.num_allocations += 1
@@ -85,20 +86,19 @@ class HostPool:
     def give_back(self, buffer: Tensor) -> None:
         insort(self._free, buffer, key=Tensor.numel)
 
+    def _pin_memory(self, buffer: Tensor) -> None:
+        """Pin memory as it is. torch's allocator of pinned memory would round sizes up to powers of two."""
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        if int(error) != 0:
+            raise MicsError(
+                f"{self._user}: expected to pin {buffer.numel() / _GIB:.3g} GiB of host memory, found CUDA "
+                f"error {int(error)}; raise the limit of locked memory (ulimit -l), or {self._remedy}"
+            )
+
     def _drop(self, buffer: Tensor) -> None:
         self.nbytes -= buffer.numel()
         if self._pinned.pop(buffer.data_ptr(), None) is not None:
             _unpin(buffer)
-
-
-def _pin(buffer: Tensor) -> None:
-    """Pin memory as it is. torch's allocator of pinned memory would round sizes up to powers of two."""
-    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-    if int(error) != 0:
-        raise MicsError(
-            f"activation offload: expected to pin {buffer.numel() / _GIB:.3g} GiB of host memory, found CUDA "
-            f"error {int(error)}; raise the limit of locked memory (ulimit -l) or offload less"
-        )
 
 
 def _unpin(buffer: Tensor) -> None:

@@ -60,7 +60,13 @@ class Offloader:
         num_sharing: int = 1,
     ) -> None:
         on_gpu = device.type == "cuda"
-        self.pool = HostPool(pin=on_gpu, num_sharing=num_sharing)
+        self.pool = HostPool(
+            pin=on_gpu,
+            num_sharing=num_sharing,
+            user="activation offload",
+            remedy="offload less (Activations.offload takes a fraction or bytes) or use a smaller "
+            "micro-batch",
+        )
         self.horizon = 1  # groups that are sent for ahead
         self.offloaded_nbytes = 0  # since the forward began
         self.saved_nbytes = 0  # likewise, with what stays on the device
@@ -199,7 +205,7 @@ class Offloader:
         return self.offloaded_nbytes + saved.nbytes <= self._limit
 
     def _send_away(self, saved: Saved) -> None:
-        saved.host = self.pool.take(saved.nbytes)
+        saved.host = self.pool.take(saved.nbytes, "saved activations")
         source, target = saved.device_copy, saved.host_view()
         assert source is not None
 

@@ -89,6 +89,10 @@ class Topology:
     partition_groups: tuple[tuple[int, ...], ...]
     two_stage: tuple[bool, ...]  # for each partition group: ordered by l*N + n over N > 1 nodes
 
+    def ranks_beside(self, rank: int) -> int:
+        """How many ranks the node of ``rank`` has, itself counted."""
+        return self.node_of.count(self.node_of[rank])
+
     @property
     def world_size(self) -> int:
         return len(self.node_of)

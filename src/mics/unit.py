@@ -251,7 +251,7 @@ class Unit:
 
     def load(self, flat: Tensor) -> None:
         """Take this rank's part of ``flat``, all values of the unit in flat order."""
-        self._settle_params()
+        self.settle_params()
         chunk = self.share.chunk_span(self.spec.layout)
         self.param_shard.copy_(flat[chunk.start : chunk.stop])
         if self.spec.trainable:
@@ -277,7 +277,7 @@ class Unit:
 
     # -- inside -------------------------------------------------------------------------------------
 
-    def _settle_params(self) -> None:
+    def settle_params(self) -> None:
         """Wait for the lanes: from here on the caller may write to ``param_shard``."""
         if self._arriving is not None:
             self.release()  # it would bring the values of before
@@ -371,7 +371,7 @@ def refresh_together(units: Sequence[Unit]) -> None:
     """Carry the masters of several units into their ``param_shard``, by one collective over the replicas."""
     trainable = [unit for unit in units if unit.spec.trainable]
     for unit in trainable:
-        unit._settle_params()
+        unit.settle_params()
         if unit._own_params is not unit.master:
             unit._own_params.copy_(unit.master)
     if trainable and trainable[0].share.masters_over_replicas:

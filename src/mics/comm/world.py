@@ -101,6 +101,15 @@ class World:
                 own = self._groups[key]
         return own
 
+    def host_group(self) -> dist.ProcessGroup | None:
+        """A group of all ranks for objects in host memory, apart from the training's; every rank calls it."""
+        if self.default_group is None:
+            return None
+        key = "host", tuple(range(self.size))
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout(), backend="gloo")
+        return self._groups[key]
+
     def collectives(
         self,
         topology: Topology,

@@ -1,0 +1,196 @@
+"""Files that are hashed block by block while they are written, and checked so while they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from mics.checkpoint.index import BLOCK_NBYTES, StoredFile
+from mics.errors import CheckpointError
+
+_FLUSH_NBYTES: Final = 64 << 20
+_NUM_AHEAD: Final = 3
+
+
+class BlockWriter:
+    """A stream that torch.save can write to. Hashing and the disk run beside the caller."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._hashers = ThreadPoolExecutor(1, thread_name_prefix="mics-digest")
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="mics-fsync")
+        self._block = hashlib.sha256()
+        self._block_left = BLOCK_NBYTES
+        self._digests: list[str] = []
+        self._nbytes = 0
+        self._unflushed = 0
+        self._flushing: Future[None] | None = None
+
+    def __enter__(self) -> BlockWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hashers.shutdown()
+        self._disk.shutdown()
+        self._file.close()
+
+    def write(self, content: Any) -> int:
+        """Write and hash bytes; what they lie in may be used again after that."""
+        view = memoryview(content).cast("B")
+        hashing = self._hashers.submit(self._hash, view) if len(view) > 4096 else None
+        if hashing is None:
+            self._hash(view)
+        written = 0
+        try:
+            while written < len(view):
+                written += self._file.write(view[written : written + BLOCK_NBYTES])
+        finally:
+            if hashing is not None:
+                hashing.result()
+        self._nbytes += written
+        self._flush_beside(written)
+        return written
+
+    def tell(self) -> int:
+        return self._nbytes
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def finish(self) -> StoredFile:
+        """Have everything on disk; what the index needs to know."""
+        if self._flushing is not None:
+            self._flushing.result()
+        os.fsync(self._file.fileno())
+        if self._block_left < BLOCK_NBYTES:
+            self._digests.append(self._block.hexdigest())
+        return StoredFile(nbytes=self._nbytes, digests=tuple(self._digests))
+
+    def _hash(self, view: memoryview) -> None:
+        while len(view):
+            part = view[: self._block_left]
+            self._block.update(part)
+            self._block_left -= len(part)
+            view = view[len(part) :]
+            if self._block_left == 0:
+                self._digests.append(self._block.hexdigest())
+                self._block, self._block_left = hashlib.sha256(), BLOCK_NBYTES
+
+    def _flush_beside(self, nbytes: int) -> None:
+        """Keep the disk busy: left to itself the system begins late, and the end waits for all of it."""
+        self._unflushed += nbytes
+        if self._unflushed < _FLUSH_NBYTES or (self._flushing is not None and not self._flushing.done()):
+            return
+        if self._flushing is not None:
+            self._flushing.result()  # its error, if it had one
+        self._unflushed = 0
+        self._flushing = self._disk.submit(os.fdatasync, self._file.fileno())
+
+
+class BlockReader:
+    """Reads ranges of one file in rising order. Each block is read once, ahead of its use, and checked."""
+
+    def __init__(self, path: Path, stored: StoredFile, ranges: Iterable[range]) -> None:
+        self._path = path
+        self._stored = stored
+        try:
+            self._file = path.open("rb", buffering=0)
+            found = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: expected a file of this checkpoint, found {error.strerror}"
+            ) from None
+        if found != stored.nbytes:
+            self._file.close()
+            raise CheckpointError(
+                f"{path}: expected {stored.nbytes:,} bytes, found {found:,}: the file is torn; take another "
+                "checkpoint"
+            )
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="mics-read")
+        self._wanted = self._blocks_of(ranges)
+        self._coming: deque[tuple[int, Future[bytearray]]] = deque()
+        self._current: tuple[int, bytearray] = (-1, bytearray())
+        self._free: list[bytearray] = []
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._workers.shutdown(cancel_futures=True)
+        self._file.close()
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``start`` on, which must be in the ranges announced."""
+        size = self._stored.block_nbytes
+        while len(target):
+            number, within = divmod(start, size)
+            block = self._block(number)
+            part = memoryview(block)[within : within + len(target)]
+            assert len(part), "past the end of the file"
+            target[: len(part)] = part
+            target = target[len(part) :]
+            start += len(part)
+
+    def _block(self, number: int) -> bytearray:
+        if number < self._current[0]:
+            return self._read(number, bytearray())  # ranges that interleave: rare, and read again
+        while self._current[0] != number:
+            self._free.append(self._current[1])
+            while len(self._coming) < _NUM_AHEAD:
+                following = next(self._wanted, None)
+                if following is None:
+                    break
+                buffer = self._free.pop() if self._free else bytearray()
+                self._coming.append((following, self._workers.submit(self._read, following, buffer)))
+            arrived, future = self._coming.popleft()
+            self._current = (arrived, future.result())
+        return self._current[1]
+
+    def _read(self, number: int, buffer: bytearray) -> bytearray:
+        stored = self._stored
+        start = number * stored.block_nbytes
+        nbytes = min(stored.block_nbytes, stored.nbytes - start)
+        if len(buffer) != nbytes:
+            buffer = bytearray(nbytes)
+        view, filled = memoryview(buffer), 0
+        while filled < nbytes:
+            got = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
+            if got == 0:
+                raise CheckpointError(
+                    f"{self._path}: expected {nbytes:,} bytes from {start:,} on, found the end"
+                )
+            filled += got
+        if stored.digests and hashlib.sha256(buffer).hexdigest() != stored.digests[number]:
+            raise CheckpointError(
+                f"{self._path}: expected what was written, found something else between bytes {start:,} and "
+                f"{start + nbytes:,} (the digest differs): the file is torn or was altered; take another "
+                "checkpoint"
+            )
+        return buffer
+
+    def _blocks_of(self, ranges: Iterable[range]) -> Iterator[int]:
+        """The blocks that ranges in rising order touch, each once."""
+        last = -1
+        for each in ranges:
+            if each:
+                size = self._stored.block_nbytes
+                first = max(last + 1, each.start // size)
+                for last in range(first, (each.stop - 1) // size + 1):
+                    yield last
+
+
+def verify(path: Path, stored: StoredFile) -> None:
+    """Read a whole file and raise if it is not what was written."""
+    with BlockReader(path, stored, [range(stored.nbytes)]) as reader:
+        for number in range(-(-stored.nbytes // stored.block_nbytes)):
+            reader._block(number)

@@ -1,0 +1,161 @@
+"""What a rank has of a model and its optimizer, tensor by tensor.
+
+Names in a checkpoint are ``model.<parameter>`` and ``optimizer.state.<parameter>.<entry>``, as state dicts of
+torch's own APIs have them once they are flattened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mics.engine import Engine
+from mics.errors import SettingsError
+from mics.unit import Unit
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Elements ``span`` of a tensor, in flat order."""
+
+    name: str
+    shape: tuple[int, ...]
+    span: range
+    values: Tensor  # [len(span)], memory of the model or its optimizer
+    whole: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A parameter: where it is, and all names it has in the state dict."""
+
+    unit: Unit
+    index: int
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def shard(self) -> nn.Parameter:
+        return self.unit.shards[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.unit.spec.layout.slots[self.index].shape
+
+    def span(self, *, once: bool) -> range:
+        """The elements that this rank's shard has; with ``once`` those that no other rank has too."""
+        share, spec = self.unit.share, self.unit.spec
+        flat = share.piece_span(spec.layout) if once else share.master_span(spec)
+        slot = spec.layout.slots[self.index]
+        overlap = slot.overlap(flat)
+        return range(overlap.start - slot.start, overlap.stop - slot.start)
+
+    def part(self, name: str, values: Tensor, *, once: bool) -> Part:
+        """A tensor laid out as the shard (or the shard itself), as part of a whole tensor."""
+        have, want = self.span(once=False), self.span(once=once)
+        flat = values.detach().view(-1)
+        if not want:
+            return Part(name=name, shape=self.shape, span=range(0), values=flat[:0])
+        cut = flat[want.start - have.start : want.stop - have.start]
+        return Part(name=name, shape=self.shape, span=want, values=cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A model's state dict by kind."""
+
+    params: list[Held]
+    buffers: dict[str, Tensor]
+    module_state: dict[str, Any]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {alias: held.name for held in self.params for alias in held.names[1:]}
+
+
+def contents_of(model: nn.Module, engine: Engine) -> Contents:
+    """Everything that ``model.state_dict()`` names."""
+    places = {id(shard): (unit, i) for unit in engine.units for i, shard in enumerate(unit.shards)}
+    names: dict[int, list[str]] = {}
+    buffers, module_state = {}, {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            module_state[name] = value
+        elif id(value) in places:
+            names.setdefault(id(value), []).append(name)
+        else:
+            buffers[name] = value.detach()
+    params = [
+        Held(unit=places[key][0], index=places[key][1], names=tuple(found)) for key, found in names.items()
+    ]
+    return Contents(params=params, buffers=buffers, module_state=module_state)
+
+
+def state_name(param: str, entry: str) -> str:
+    return f"{OPTIMIZER}state.{param}.{entry}"
+
+
+def parts_to_save(contents: Contents, optimizer: Optimizer | None, *, rank: int) -> Iterator[Part]:
+    """What this rank writes: every element of every tensor is written by one rank."""
+    for held in contents.params:
+        yield held.part(MODEL + held.name, held.shard, once=True)
+    if rank == 0:
+        for name, buffer in contents.buffers.items():
+            yield _whole(MODEL + name, buffer)
+    if optimizer is not None:
+        for held in contents.params:
+            yield from _state_parts(held, optimizer.state.get(held.shard, {}))
+
+
+def _state_parts(held: Held, state: dict[str, Any]) -> Iterator[Part]:
+    own = held.span(once=True)
+    if not own:
+        return  # also where an optimizer made state for nothing
+    for entry, value in state.items():
+        name = state_name(held.name, entry)
+        if isinstance(value, Tensor) and value.shape == held.shard.shape and value.dim() > 0:
+            yield held.part(name, value, once=True)
+        elif value is not None and own.start == 0:  # all ranks have the same: the first of them writes it
+            if not isinstance(value, Tensor | int | float | bool):
+                raise SettingsError(
+                    f"{name}: expected a tensor or a number in the optimizer's state, found "
+                    f"{type(value).__name__}"
+                )
+            yield _whole(name, value if isinstance(value, Tensor) else torch.tensor(value))
+
+
+def _whole(name: str, value: Tensor) -> Part:
+    flat = value.detach().reshape(-1)
+    return Part(name=name, shape=tuple(value.shape), span=range(flat.numel()), values=flat, whole=True)
+
+
+def groups_by_name(optimizer: Optimizer, contents: Contents) -> list[dict[str, Any]]:
+    """The optimizer's settings, with names in place of parameters."""
+    names = {id(held.shard): held.name for held in contents.params}
+    groups = []
+    for group in optimizer.param_groups:
+        strange = [tuple(param.shape) for param in group["params"] if id(param) not in names]
+        if strange:
+            raise SettingsError(
+                f"optimizer: expected parameters of the sharded model, found one of shape {strange[0]} that "
+                "is not; "
+                "save it by extra_state, or give the optimizer that trains this model"
+            )
+        groups.append({**group, "params": [names[id(param)] for param in group["params"]]})
+    return groups

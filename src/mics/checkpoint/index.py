@@ -1,0 +1,194 @@
+"""What a checkpoint holds and where: tensors by name, their chunks in files, and digests of the files.
+
+``mics.json`` is this index. It is written last, so a folder that has one is complete. Checkpoints of others
+(torch.distributed.checkpoint, safetensors) are described by the same records: see ``foreign``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from mics.checkpoint.boxes import Box
+from mics.errors import CheckpointError
+
+INDEX_NAME: Final = "mics.json"
+_DIGEST_NAME: Final = "mics.json.sha256"
+FORMAT: Final = 1
+BLOCK_NBYTES: Final = 8 << 20
+"""Hashed, read and checked together. Smaller blocks make the index long, larger ones small reads slow."""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A box of a tensor: its values, one after the other, in a file."""
+
+    box: Box
+    file: str
+    position: int  # of the first value, in bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+    whole: bool = False
+    """Not divided over ranks: an optimizer's step count, a buffer."""
+
+    @property
+    def nbytes(self) -> int:
+        return Box((), self.shape).numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A file of a checkpoint. Without digests it is somebody else's, and cannot be checked."""
+
+    nbytes: int
+    digests: tuple[str, ...] = ()
+    """sha256 of every block of ``block_nbytes``, the last one shorter."""
+    block_nbytes: int = BLOCK_NBYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """Everything in a checkpoint but the values."""
+
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile]
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tied parameters."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Who wrote it: world size, partition size, step, versions."""
+    param_groups: list[dict[str, Any]] | None = None
+    """The optimizer's settings, with parameters by name."""
+    module_state: dict[str, Any] = field(default_factory=dict)
+    """What modules returned from get_extra_state, by name."""
+
+    def find(self, name: str) -> StoredTensor | None:
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index and its digest, and have both on disk."""
+    text = json.dumps(_to_json(index), separators=(",", ":")).encode()
+    write_durably(folder / _DIGEST_NAME, hashlib.sha256(text).hexdigest().encode())
+    write_durably(folder / INDEX_NAME, text)
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint of mics."""
+    file = folder / INDEX_NAME
+    text = file.read_bytes()
+    try:
+        expected = (folder / _DIGEST_NAME).read_text().strip()
+    except OSError:
+        raise CheckpointError(
+            f"{folder / _DIGEST_NAME}: expected the digest of {INDEX_NAME}, found no such file"
+        ) from None
+    if hashlib.sha256(text).hexdigest() != expected:
+        raise CheckpointError(
+            f"{file}: expected what was written, found something else (its digest differs); take another "
+            "checkpoint"
+        )
+    found = json.loads(text)
+    if found.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{file}: expected format {FORMAT}, found {found.get('format')!r}; it was written by another "
+            "version of mics"
+        )
+    return _from_json(found)
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a file so that it is either whole or not there, and still is after a power cut."""
+    partial = file.with_name(file.name + ".tmp")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"expected a format of torch, found {name!r}")
+    return found
+
+
+def _to_json(index: Index) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "about": index.about,
+        "tensors": {
+            name: {
+                "dtype": dtype_name(tensor.dtype),
+                "shape": tensor.shape,
+                "whole": tensor.whole,
+                "chunks": [
+                    [chunk.box.offsets, chunk.box.sizes, chunk.file, chunk.position]
+                    for chunk in tensor.chunks
+                ],
+            }
+            for name, tensor in index.tensors.items()
+        },
+        "aliases": index.aliases,
+        "files": {
+            name: {"nbytes": file.nbytes, "block_nbytes": file.block_nbytes, "sha256": file.digests}
+            for name, file in index.files.items()
+        },
+        "param_groups": index.param_groups,
+        "module_state": index.module_state,
+    }
+
+
+def _from_json(found: Mapping[str, Any]) -> Index:
+    return Index(
+        tensors={
+            name: StoredTensor(
+                dtype=dtype_of(entry["dtype"]),
+                shape=tuple(entry["shape"]),
+                whole=entry["whole"],
+                chunks=tuple(
+                    StoredChunk(Box(tuple(offsets), tuple(sizes)), file, position)
+                    for offsets, sizes, file, position in entry["chunks"]
+                ),
+            )
+            for name, entry in found["tensors"].items()
+        },
+        files={
+            name: StoredFile(
+                nbytes=entry["nbytes"], digests=tuple(entry["sha256"]), block_nbytes=entry["block_nbytes"]
+            )
+            for name, entry in found["files"].items()
+        },
+        aliases=found["aliases"],
+        about=found["about"],
+        param_groups=found["param_groups"],
+        module_state=found["module_state"],
+    )
