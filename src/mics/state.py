@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics.engine import Engine, engine_of
@@ -152,11 +153,14 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
             continue
         index = next(i for i, ref in enumerate(unit.spec.refs) if (module, attribute) in ref.places)
         slot, shard = unit.spec.layout.slots[index], unit.shards[index]
+        distributed = isinstance(value, DTensor)  # of FSDP2, say: all ranks load the same names in turn
         if tuple(value.shape) == slot.shape:
+            value = value.full_tensor() if isinstance(value, DTensor) else value
             span = unit.share.master_span(unit.spec)
             overlap = slot.overlap(span)
             part = value.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
-            state_dict[prefix + attribute] = part.view(shard.shape)
+            part = part.view(shard.shape)
+            state_dict[prefix + attribute] = part.clone() if distributed else part  # frees the whole one
         elif value.shape != shard.shape:
             raise SettingsError(
                 f"{prefix + attribute}: expected the whole tensor of shape {slot.shape} or this "

@@ -33,6 +33,8 @@ class StoredChunk:
     box: Box
     file: str
     position: int  # of the first value, in bytes
+    archive_nbytes: int = 0
+    """Not 0: the values lie somewhere in an archive of torch.save, which begins at ``position``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class Index:
 
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
+    model_prefix: str = "model."
+    """What stands before the names of the model's tensors."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tied parameters."""
     about: dict[str, Any] = field(default_factory=dict)

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from mics.checkpoint.blocks import BlockReader
-from mics.checkpoint.contents import MODEL, Contents, Held, Part, contents_of
+from mics.checkpoint.contents import Contents, Held, Part, contents_of
 from mics.checkpoint.folders import find_checkpoint
 from mics.checkpoint.foreign import open_checkpoint
 from mics.checkpoint.index import Index, StoredTensor
+from mics.checkpoint.names import is_state, model_names, state_entries
 from mics.checkpoint.random_state import restore_random_state
 from mics.checkpoint.save import finish_saving
 from mics.checkpoint.torch_format import IndexReader, PartLoadPlanner, rank_file
@@ -58,9 +59,12 @@ def load(
     folder, index = _open(Path(path), engine)
     contents = contents_of(model, engine)
     wanted = _Wanted(index=index)
-    _want_model(wanted, contents, strict=strict)
+    _want_model(wanted, contents, strict=strict, base=getattr(model, "base_model_prefix", ""))
     filled = None if optimizer is None else _want_optimizer(wanted, contents, optimizer, strict=strict)
     wanted.raise_problems(folder)
+    if engine.world.rank == 0:
+        for remark in filter(None, [index.about.get("not_read"), *wanted.remarks]):
+            _LOG.warning("%s: %s", folder, remark)
     for unit in engine.units:
         unit.settle_params()
     _read(folder, index, wanted.parts, engine)
@@ -107,6 +111,7 @@ class _Wanted:
         default_factory=list
     )  # with the name that the checkpoint has for it
     problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def add(self, part: Part, name: str, stored: StoredTensor) -> None:
         if stored.shape != part.shape:
@@ -124,49 +129,45 @@ class _Wanted:
             )
 
 
-def _want_model(wanted: _Wanted, contents: Contents, *, strict: bool) -> None:
+def _want_model(wanted: _Wanted, contents: Contents, *, strict: bool, base: str) -> None:
     index = wanted.index
     names = [name for held in contents.params for name in held.names] + list(contents.buffers)
-    prefix = _model_prefix(index, names)
+    called = model_names(index, names, base=base)
     known = set()
     for held in contents.params:
-        found = next((prefix + name for name in held.names if index.find(prefix + name)), None)
-        known |= {prefix + name for name in held.names}
+        theirs = [called.stored(name) for name in held.names]
+        found = next((name for name in theirs if index.find(name)), None)
+        known |= set(theirs)
         if found is not None:
             wanted.add(held.part(held.name, held.shard, once=False), found, _stored(index, found))
         elif strict and math.prod(held.shape) > 0:
             wanted.problems.append(f"{held.name}: expected a parameter of this name, found none")
     for name, buffer in contents.buffers.items():
-        known.add(prefix + name)
-        stored = index.find(prefix + name)
+        known.add(called.stored(name))
+        stored = index.find(called.stored(name))
         if stored is not None:
             assert buffer.is_contiguous(), "buffers are read into place"
             span = range(buffer.numel())
             part = Part(name=name, shape=tuple(buffer.shape), span=span, values=buffer.view(-1), whole=True)
-            wanted.add(part, prefix + name, stored)
+            wanted.add(part, called.stored(name), stored)
         elif strict and buffer.numel() > 0:
             wanted.problems.append(f"{name}: expected a buffer of this name, found none")
-    if strict and prefix:
-        ours = [name for name in [*index.tensors, *index.aliases] if name.startswith(prefix)]
-        strange = sorted(set(ours) - known)
+    if strict:
+        _refuse_strange(wanted, called.prefix, known)
+
+
+def _refuse_strange(wanted: _Wanted, prefix: str, known: set[str]) -> None:
+    """Tensors of a model that this model does not have. Where anything may stand beside it, only a remark."""
+    index = wanted.index
+    ours = [name for name in [*index.tensors, *index.aliases] if name.startswith(prefix)]
+    strange = sorted(name for name in set(ours) - known if prefix or not is_state(name))
+    if prefix:
         wanted.problems += [
             f"{name.removeprefix(prefix)}: expected no such tensor, the model has none of this name"
             for name in strange
         ]
-
-
-def _model_prefix(index: Index, names: Iterable[str]) -> str:
-    """What stands before the model's names: ours is ``model.``, others have none or their own."""
-    names = list(names)
-    if not names or any(index.find(MODEL + name) for name in names):
-        return MODEL
-    first = max(names, key=len)
-    ends = [key for key in index.tensors if key.endswith(first)]
-    prefixes = sorted({key.removesuffix(first) for key in ends if ".state." not in key}, key=len)
-    counts = {
-        prefix: sum(index.find(prefix + name) is not None for name in names) for prefix in ["", *prefixes]
-    }
-    return max(counts, key=lambda prefix: counts[prefix])
+    elif strange:
+        wanted.remarks.append(f"the model has no {', '.join(strange[:5])}{', ...' if strange[5:] else ''}")
 
 
 _Filled = dict[int, dict[str, Tensor]]  # by id of the shard: the entries of its state
@@ -174,7 +175,7 @@ _Filled = dict[int, dict[str, Tensor]]  # by id of the shard: the entries of its
 
 def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *, strict: bool) -> _Filled:
     """Memory for the state of every parameter that the checkpoint has state of, wanted from there."""
-    entries = _state_entries(wanted.index)
+    entries = state_entries(wanted.index, [name for held in contents.params for name in held.names])
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     filled: _Filled = {}
     sharded: dict[tuple[str, torch.dtype], list[tuple[Held, str, StoredTensor]]] = {}
@@ -204,17 +205,6 @@ def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *
             "optimizer: expected the state of an optimizer, found none; load the model alone"
         )
     return filled
-
-
-def _state_entries(index: Index) -> dict[str, dict[str, str]]:
-    """For each parameter its entries of state, and their names: ``<any>.state.<parameter>.<entry>``."""
-    found: dict[str, dict[str, str]] = {}
-    for name in index.tensors:
-        before, mark, rest = f".{name}".partition(".state.")
-        if mark and before.count(".") <= 2:  # optimizer.state..., app.optim.state..., state...
-            param, _, entry = rest.rpartition(".")
-            found.setdefault(param, {})[entry] = name
-    return found
 
 
 def _fill_optimizer(optimizer: Optimizer, contents: Contents, filled: _Filled, index: Index) -> None:

@@ -29,6 +29,7 @@ from mics.checkpoint.contents import MODEL, Contents, Part, contents_of, groups_
 from mics.checkpoint.index import Index, StoredChunk, StoredTensor, write_index
 from mics.checkpoint.random_state import random_state
 from mics.checkpoint.staging import Staging
+from mics.checkpoint.stock_values import StockValues, stock_values
 from mics.checkpoint.torch_format import FileReport, PartSavePlanner, PartWriter
 from mics.checkpoint.values import encode
 from mics.comm.emulated import emulated_cluster
@@ -151,6 +152,7 @@ class _Job:
     param_groups: list[dict[str, Any]] | None
     module_state: dict[str, Any]
     state: bytes  # this rank's own
+    values: StockValues  # for DCP's readers; on the first rank
     ready: torch.cuda.Event | None = None  # when the parts are copied
 
     def run(self) -> None:
@@ -159,7 +161,9 @@ class _Job:
             self.ready.synchronize()
         aliases = {MODEL + a: MODEL + b for a, b in self.contents.aliases.items()}
         partial = folders.partial_of(self.folder)
-        writer = PartWriter(partial, self.parts, rank=self.rank, state=self.state, aliases=aliases)
+        writer = PartWriter(
+            partial, self.parts, rank=self.rank, state=self.state, aliases=aliases, values=self.values
+        )
         try:
             self._together(lambda: folders.begin(self.folder) if self.rank == 0 else None)
             with warnings.catch_warnings():
@@ -167,7 +171,7 @@ class _Job:
                 dcp_save(
                     {},
                     storage_writer=writer,
-                    planner=PartSavePlanner(self.parts, aliases),
+                    planner=PartSavePlanner(self.parts, aliases, self.values),
                     process_group=self.group,
                     no_dist=self.group is None,
                 )
@@ -202,7 +206,8 @@ class _Job:
         for report in reports:
             tensors.update(report.tensors)
             for index, _, chunk in report.chunks:
-                chunks.setdefault(index.fqn, []).append(chunk)
+                if chunk is not None:
+                    chunks.setdefault(index.fqn, []).append(chunk)
         return Index(
             tensors={
                 name: replace(tensor, chunks=tuple(chunks.get(name, ()))) for name, tensor in tensors.items()
@@ -272,6 +277,7 @@ def _prepare(
         param_groups=None if groups is None else encode(groups, "optimizer.param_groups"),
         module_state=encode(contents.module_state, "model"),
         state=json.dumps(own).encode(),
+        values=stock_values(groups, contents.module_state) if rank == 0 else StockValues(),
     )
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -41,10 +40,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
+from mics.checkpoint.archive import Slice, values_position
 from mics.checkpoint.blocks import BlockReader, BlockWriter
 from mics.checkpoint.boxes import Box, boxes_of, pieces, runs
 from mics.checkpoint.contents import Part
 from mics.checkpoint.index import BLOCK_NBYTES, Index, StoredChunk, StoredFile, StoredTensor, write_durably
+from mics.checkpoint.stock import located
+from mics.checkpoint.stock_values import StockValues, nested_path
 from mics.errors import CheckpointError
 
 _ITEM_NBYTES = 64 << 20
@@ -55,7 +57,7 @@ _ITEM_NBYTES = 64 << 20
 class FileReport:
     """What a rank tells the first about the files it wrote."""
 
-    chunks: list[tuple[MetadataIndex, _StorageInfo, StoredChunk]]
+    chunks: list[tuple[MetadataIndex, _StorageInfo, StoredChunk | None]]  # None: for DCP's readers alone
     tensors: dict[str, StoredTensor]  # that it wrote a part of; without chunks
     files: dict[str, StoredFile]
 
@@ -63,9 +65,10 @@ class FileReport:
 class PartSavePlanner(SavePlanner):
     """Plans the parts of this rank as items of DCP."""
 
-    def __init__(self, parts: Sequence[Part], aliases: dict[str, str]) -> None:
+    def __init__(self, parts: Sequence[Part], aliases: dict[str, str], values: StockValues) -> None:
         self._parts = parts
-        self._aliases = aliases
+        self._aliases = aliases | values.aliases
+        self._pickled = values.pickled
         self._values: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
@@ -80,14 +83,15 @@ class PartSavePlanner(SavePlanner):
                 index = MetadataIndex(part.name, box.offsets)
                 self._values[index] = values
                 items.append(_write_item(part, index, box))
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._pickled]
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         tensors = metadata.state_dict_metadata
         for name, tensor in tensors.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            _check_covered(name, tensor)
+            if isinstance(tensor, TensorStorageMetadata):
+                _check_covered(name, tensor)
         for alias, name in self._aliases.items():
             tensors[alias] = tensors[name]
         # Where each name belongs in the nested dicts that DCP's tools make of it.
@@ -97,18 +101,11 @@ class PartSavePlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._pickled[write_item.index.fqn])
         # With memory of its own: torch.save would write all of the buffer that it lies in.
         return self._values[write_item.index].to("cpu", copy=True)
-
-
-def nested_path(name: str) -> tuple[str, ...]:
-    """model.a.bias: model, a.bias. optimizer.state.a.bias.step: optimizer, state, a.bias, step."""
-    first, _, rest = name.partition(".")
-    if first != "optimizer":
-        return (first, rest) if rest else (first,)
-    kind, _, rest = rest.partition(".")
-    return first, kind, *rest.rsplit(".", 1)
 
 
 def _items_of(part: Part) -> Iterator[tuple[Box, Tensor]]:
@@ -145,14 +142,21 @@ class PartWriter(StorageWriter):
     """Writes this rank's items to one file, and on the first rank DCP's metadata."""
 
     def __init__(
-        self, folder: Path, parts: Sequence[Part], *, rank: int, state: bytes, aliases: dict[str, str]
+        self,
+        folder: Path,
+        parts: Sequence[Part],
+        *,
+        rank: int,
+        state: bytes,
+        aliases: dict[str, str],
+        values: StockValues,
     ) -> None:
         self.folder = folder
         self.reports: list[FileReport] = []  # of all ranks, on the first
         self._parts = parts
         self._rank = rank
         self._state = state
-        self._aliases = aliases
+        self._aliases = aliases | values.aliases
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing: a writer is used once."""
@@ -173,13 +177,16 @@ class PartWriter(StorageWriter):
             for item in plan.items:
                 start = stream.tell()
                 values = planner.resolve_data(item)
-                assert isinstance(values, Tensor) and item.tensor_data is not None
-                torch.save(values, cast(IO[bytes], stream))
+                if isinstance(values, Tensor):
+                    torch.save(values, cast(IO[bytes], stream))
+                else:
+                    stream.write(values.getbuffer())
                 length = stream.tell() - start
-                position = start + values_position(Slice(written, start, length))
-                box = box_of(item.tensor_data.chunk)
-                info = _StorageInfo(name, start, length)
-                chunks.append((item.index, info, StoredChunk(box, name, position)))
+                chunk = None
+                if item.tensor_data is not None:
+                    position = start + values_position(Slice(written, start, length))
+                    chunk = StoredChunk(box_of(item.tensor_data.chunk), name, position)
+                chunks.append((item.index, _StorageInfo(name, start, length), chunk))
             files[name] = stream.finish()
         name = rank_file(self._rank)
         with BlockWriter(self.folder / name) as stream:
@@ -196,9 +203,12 @@ class PartWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         self.reports = [report for each in results for report in each]
         storage = {index: info for report in self.reports for index, info, _ in report.chunks}
+        by_name: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {}
+        for index, info in storage.items():
+            by_name.setdefault(index.fqn, []).append((index, info))
         for alias, name in self._aliases.items():
-            same = [(index, info) for index, info in storage.items() if index.fqn == name]
-            storage.update({MetadataIndex(alias, index.offset, index.index): info for index, info in same})
+            for index, info in by_name[name]:
+                storage[MetadataIndex(alias, index.offset, index.index)] = info
         metadata.storage_data = storage
         metadata.storage_meta = StorageMeta()
         metadata.version = CURRENT_DCP_VERSION
@@ -316,10 +326,11 @@ class IndexReader(StorageReader):
         for item in plan.items:
             name = self._index.aliases.get(item.storage_index.fqn, item.storage_index.fqn)
             offset = item.storage_index.offset
-            chunk = self._chunks[name, tuple(offset or ())]
+            dtype = self._index.tensors[name].dtype
+            chunk = located(self._folder, name, dtype, self._chunks[name, tuple(offset or ())])
             target = planner.resolve_tensor(item).detach()
             part = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            copies = _copies(chunk, self._index.tensors[name].dtype, part, target)
+            copies = _copies(chunk, dtype, part, target)
             by_file.setdefault(chunk.file, []).extend(copies)
         for file, wanted in by_file.items():
             wanted.sort(key=lambda copy: copy.ranges[0].start)
@@ -383,53 +394,3 @@ def _metadata_of(tensor: StoredTensor) -> TensorStorageMetadata:
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-# -- archives of torch.save ---------------------------------------------------------------------------
-
-
-class Slice(io.RawIOBase):
-    """A part of a file as a file of its own."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file = file
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        got = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._at += got
-        return int(got)
-
-
-def values_position(archive: Any) -> int:
-    """Where in an archive of one tensor its values begin. They lie there as they are, uncompressed."""
-    with zipfile.ZipFile(archive) as opened:
-        records = [record for record in opened.infolist() if "/data/" in record.filename]
-        if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"expected an archive with the values of one tensor, found {len(records)}")
-        (record,) = records
-    archive.seek(record.header_offset)
-    header = archive.read(30)
-    name_length, extra_length = (
-        int.from_bytes(header[26:28], "little"),
-        int.from_bytes(header[28:30], "little"),
-    )
-    return int(record.header_offset + 30 + name_length + extra_length)
