@@ -53,9 +53,18 @@ def _plan(args: Sequence[str]) -> int:
     return plan(args)
 
 
+def _checkpoint(args: Sequence[str]) -> int:
+    from mics.checkpoint.command import checkpoint
+
+    return checkpoint(args)
+
+
 COMMANDS: Final = {
     "bench": Command(
         summary="compare systems on an emulated cluster, on namespace hosts or on ranks", run=_bench
+    ),
+    "checkpoint": Command(
+        summary="look into a checkpoint, verify it, convert it from and to Hugging Face", run=_checkpoint
     ),
     "emulate": Command(
         summary="train as rank 0 of a cluster that is not there; where time goes", run=_emulate

@@ -148,12 +148,10 @@ def loaded_by_stock(path: str, form: str) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     model, optimizer = build_fsdp(seed=1)
-    state = state_in_form(form, model, optimizer)
+    parts = state_in_form(form, model, optimizer)
+    state = {"model": parts["model"], "optimizer": parts.get("optimizer", parts.get("optim"))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=path)
-    if form != "app":
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return everything_fsdp(model, optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -189,8 +189,10 @@ class BlockReader:
                     yield last
 
 
-def verify(path: Path, stored: StoredFile) -> None:
-    """Read a whole file and raise if it is not what was written."""
+def verify(path: Path, stored: StoredFile, progress: Callable[[int], None] | None = None) -> None:
+    """Read a whole file and raise if it is not what was written; ``progress`` is told the bytes read."""
     with BlockReader(path, stored, [range(stored.nbytes)]) as reader:
         for number in range(-(-stored.nbytes // stored.block_nbytes)):
-            reader._block(number)
+            block = reader._block(number)
+            if progress is not None:
+                progress(len(block))

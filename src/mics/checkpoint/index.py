@@ -70,6 +70,8 @@ class Index:
     files: dict[str, StoredFile]
     model_prefix: str = "model."
     """What stands before the names of the model's tensors."""
+    beside: frozenset[str] = frozenset()
+    """Names that begin so and are not the model's."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tied parameters."""
     about: dict[str, Any] = field(default_factory=dict)

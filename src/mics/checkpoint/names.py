@@ -73,6 +73,16 @@ def is_state(key: str) -> bool:
     return re.search(r"(?:^|\.)optim(?:izers?)?\.(?:state|param_groups)\.", key) is not None
 
 
+def tensors_of_model(index: Index) -> dict[str, str]:
+    """The names of the model's tensors, where no model is at hand, and what the checkpoint calls them."""
+    prefix = index.model_prefix
+    return {
+        key.removeprefix(prefix): key
+        for key in index.tensors
+        if key.startswith(prefix) and key not in index.beside and not is_state(key)
+    }
+
+
 def _starts(key: str) -> Iterator[int]:
     """Where a name may begin in ``key``: at its start and behind every dot."""
     yield 0

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def _finish_all() -> None:
             saving._thread.join()
 
 
-def _run(job: _Job, saving: Saving) -> None:
+def _run(job: Job, saving: Saving) -> None:
     try:
         job.run()
     except BaseException as error:
@@ -137,7 +137,7 @@ def _run(job: _Job, saving: Saving) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """Everything that is written, gathered while the model stood still."""
 
     root: Path
@@ -154,6 +154,7 @@ class _Job:
     state: bytes  # this rank's own
     values: StockValues  # for DCP's readers; on the first rank
     ready: torch.cuda.Event | None = None  # when the parts are copied
+    progress: Callable[[int], None] | None = None  # told how many bytes are written next
 
     def run(self) -> None:
         """Write it. Raises the same error on all ranks."""
@@ -171,7 +172,7 @@ class _Job:
                 dcp_save(
                     {},
                     storage_writer=writer,
-                    planner=PartSavePlanner(self.parts, aliases, self.values),
+                    planner=PartSavePlanner(self.parts, aliases, self.values, self.progress),
                     process_group=self.group,
                     no_dist=self.group is None,
                 )
@@ -250,7 +251,7 @@ def _prepare(
     *,
     step: int | None,
     keep: int | None,
-) -> _Job:
+) -> Job:
     contents = contents_of(model, engine)
     rank = engine.world.rank
     groups = None if optimizer is None else groups_by_name(optimizer, contents)
@@ -258,7 +259,7 @@ def _prepare(
         "extra_state": encode(states_of(extra_state), "extra_state"),
         "random": encode(random_state(engine.device), "random"),
     }
-    return _Job(
+    return Job(
         root=root,
         folder=root if step is None else root / folders.step_name(step),
         step=step,

@@ -37,7 +37,7 @@ def open_stock(folder: Path) -> Index:
                 tensors[name] = _tensor(name, entry, places)
             else:
                 skipped.append(name)
-        model_prefix = _model_prefix(described.get("planner_data"), tensors)
+        paths = _paths(described.get("planner_data"), tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -48,7 +48,8 @@ def open_stock(folder: Path) -> Index:
     return Index(
         tensors=tensors,
         files={name: _file(folder, name) for name in sorted(used)},
-        model_prefix=model_prefix,
+        model_prefix=_model_prefix(paths.values()),
+        beside=frozenset(name for name, path in paths.items() if len(path) > 1 and "model" not in path[:-1]),
         about={"format": "torch.distributed.checkpoint", "not_read": _said_of(skipped)},
     )
 
@@ -143,16 +144,26 @@ def _file(folder: Path, name: str) -> StoredFile:
         ) from None
 
 
-def _model_prefix(paths: Any, tensors: Iterable[str]) -> str:
-    """What stands before the model's names, from where each name was in the dicts that were saved.
+_Path = tuple[str, ...]
 
-    {"app": {"model": {"a.bias": ...}}} was flattened to app.model.a.bias, and the path says so.
+
+def _paths(planned: Any, tensors: Iterable[str]) -> dict[str, _Path]:
+    """Where each tensor was in the dicts that were saved.
+
+    {"app": {"model": {"a.bias": ...}}} was flattened to app.model.a.bias; its path says app, model, a.bias.
     """
-    if isinstance(paths, dict):
-        for name in tensors:
-            path = paths.get(name)
-            if isinstance(path, tuple) and "model" in path[:-1]:
-                return ".".join(map(str, path[: path.index("model") + 1])) + "."
+    found = planned if isinstance(planned, dict) else {}
+    paths = {name: found.get(name) for name in tensors}
+    return {
+        name: tuple(map(str, path)) if isinstance(path, tuple) else (name,) for name, path in paths.items()
+    }
+
+
+def _model_prefix(paths: Iterable[_Path]) -> str:
+    """What stands before the model's names."""
+    for path in paths:
+        if "model" in path[:-1]:
+            return ".".join(path[: path.index("model") + 1]) + "."
     return ""
 
 

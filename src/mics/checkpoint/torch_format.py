@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -65,10 +65,17 @@ class FileReport:
 class PartSavePlanner(SavePlanner):
     """Plans the parts of this rank as items of DCP."""
 
-    def __init__(self, parts: Sequence[Part], aliases: dict[str, str], values: StockValues) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        aliases: dict[str, str],
+        values: StockValues,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
         self._parts = parts
         self._aliases = aliases | values.aliases
         self._pickled = values.pickled
+        self._progress = progress
         self._values: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
@@ -105,7 +112,10 @@ class PartSavePlanner(SavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._pickled[write_item.index.fqn])
         # With memory of its own: torch.save would write all of the buffer that it lies in.
-        return self._values[write_item.index].to("cpu", copy=True)
+        values = self._values[write_item.index].to("cpu", copy=True)
+        if self._progress is not None:
+            self._progress(values.nbytes)
+        return values
 
 
 def _items_of(part: Part) -> Iterator[tuple[Box, Tensor]]:
@@ -293,9 +303,10 @@ def _read_item(name: str, stored: Box, dest: MetadataIndex, box: Box, both: Box)
 class IndexReader(StorageReader):
     """Reads the values of a checkpoint by its index: no pickle, no torch.load."""
 
-    def __init__(self, folder: Path, index: Index) -> None:
+    def __init__(self, folder: Path, index: Index, progress: Callable[[int], None] | None = None) -> None:
         self._folder = folder
         self._index = index
+        self._progress = progress  # told how many bytes were read
         self._chunks: dict[tuple[str, tuple[int, ...]], StoredChunk] = {
             (name, chunk.box.offsets): chunk
             for name, tensor in index.tensors.items()
@@ -338,6 +349,8 @@ class IndexReader(StorageReader):
             with BlockReader(self._folder / file, self._index.files[file], ranges) as reader:
                 for copy in wanted:
                     copy.run(reader)
+                    if self._progress is not None:
+                        self._progress(sum(map(len, copy.ranges)))
         done: Future[None] = Future()
         done.set_result(None)
         return done

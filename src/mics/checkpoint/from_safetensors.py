@@ -1,0 +1,78 @@
+"""From a folder of safetensors to a checkpoint of mics, in one process and a fixed amount of memory.
+
+``mics.load`` reads safetensors straight into shards; this makes a checkpoint of them, with digests.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from mics.checkpoint.contents import MODEL, Contents, Part
+from mics.checkpoint.index import Index
+from mics.checkpoint.save import Job
+from mics.checkpoint.stock_values import StockValues
+from mics.errors import SettingsError
+
+FORMAT: Final = "safetensors"
+
+
+def import_safetensors(
+    folder: Path, index: Index, out: Path, *, progress: Callable[[int], None] | None = None
+) -> None:
+    """Write the tensors of ``folder`` as a checkpoint of a model."""
+    if index.about.get("format") != FORMAT:
+        raise SettingsError(
+            f"{folder}: expected a folder of safetensors, found another checkpoint; mics.load reads it as "
+            "it is"
+        )
+    if out.exists():
+        raise SettingsError(f"{out}: expected a folder that is not there yet, found one; give another name")
+    mapped = {name: _mapped(folder / name) for name, file in index.files.items() if file.nbytes}
+    Job(
+        root=out,
+        folder=out,
+        step=None,
+        keep=None,
+        rank=0,
+        group=None,
+        parts=_parts(index, mapped),
+        contents=Contents(params=[], buffers={}, module_state={}),
+        about={
+            "step": None,
+            "world_size": 1,
+            "partition_size": 1,
+            "torch": torch.__version__,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "imported_from": FORMAT,
+        },
+        param_groups=None,
+        module_state={},
+        state=b"{}",
+        values=StockValues(),
+        progress=progress,
+    ).run()
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory it could write
+
+
+def _parts(index: Index, mapped: dict[str, mmap.mmap]) -> list[Part]:
+    """Every tensor where it lies in its file. Its pages are read when it is written."""
+    parts = []
+    for name, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            raw = torch.frombuffer(
+                mapped[chunk.file], dtype=torch.uint8, offset=chunk.position, count=tensor.nbytes
+            )
+            values = raw.view(tensor.dtype)
+            span = range(values.numel())
+            parts.append(Part(name=MODEL + name, shape=tensor.shape, span=span, values=values))
+    return parts
