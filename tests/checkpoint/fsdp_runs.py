@@ -125,9 +125,7 @@ def no_pickles() -> Any:
         yield
 
 
-def loaded_from_stock(
-    root: str, forms: list[str], partition_size: int, *, world: int | None = None
-) -> dict[str, dict[str, Any]]:
+def loaded_from_stock(root: str, forms: list[str], partition_size: int) -> dict[str, dict[str, Any]]:
     """Each form loaded into a model of mics that trained on something else before."""
     import mics
 

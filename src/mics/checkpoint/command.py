@@ -32,6 +32,7 @@ from mics.errors import CheckpointError, SettingsError
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "keep": None}
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_WIDE: Final = 240
 _PATH: Final = (
     "a checkpoint of mics, a folder of them (the latest is taken), one of torch.distributed.checkpoint, or a "
     "folder of safetensors"
@@ -70,7 +71,9 @@ def show(path: _Source, *, tensors: bool = False) -> int:
         tensors: List every tensor.
     """
     folder, index = _open(path)
-    Console().print(tables(folder, index, tensors=tensors))
+    # Lines of a table that goes to a file or to grep are not folded.
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console.print(tables(folder, index, tensors=tensors))
     return 0
 
 
