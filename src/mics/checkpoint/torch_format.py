@@ -338,7 +338,8 @@ class IndexReader(StorageReader):
             name = self._index.aliases.get(item.storage_index.fqn, item.storage_index.fqn)
             offset = item.storage_index.offset
             dtype = self._index.tensors[name].dtype
-            chunk = located(self._folder, name, dtype, self._chunks[name, tuple(offset or ())])
+            key = name, tuple(offset or ())
+            chunk = self._chunks[key] = located(self._folder, name, dtype, self._chunks[key])
             target = planner.resolve_tensor(item).detach()
             part = Box(tuple(item.storage_offsets), tuple(item.lengths))
             copies = _copies(chunk, dtype, part, target)
