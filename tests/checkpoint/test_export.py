@@ -157,6 +157,8 @@ def test_formats_of_all_widths(tmp_path: Path) -> None:
         out = tmp_path / str(dtype)
         export(plan_export(tmp_path / "in", index, dtype=dtype, shard_nbytes=10**9), out)
         found = load_file(out / "model-00001-of-00001.safetensors")
+        stored = [each for each in open_checkpoint(out).tensors.values() if each.chunks]
+        assert all(each.chunks[0].position % each.dtype.itemsize == 0 for each in stored)
         for name, value in values.items():
             kept = value if dtype is None or not value.is_floating_point() else value.to(dtype)
             assert found[name].dtype == kept.dtype and found[name].shape == kept.shape

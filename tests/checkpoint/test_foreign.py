@@ -138,6 +138,14 @@ def _save_stock(objects: dict[str, Any], folder: Path) -> None:
     dcp.save({"model": model, "optimizer": optimizer, **rest}, checkpoint_id=folder, no_dist=True)
 
 
+def test_any_prefix(tmp_path: Path) -> None:
+    """The model is found by its names, wherever it was in what was saved."""
+    state = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}
+    for number, form in enumerate([{"net": {"module": state}}, {"model": {"inner": state}}, state]):
+        dcp.save(form, checkpoint_id=tmp_path / str(number), no_dist=True)
+        assert same(_load_linear(tmp_path / str(number)), state)
+
+
 # -- pickles that bite ----------------------------------------------------------------------------------
 
 
