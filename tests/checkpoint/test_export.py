@@ -181,6 +181,41 @@ def test_stock_checkpoints_are_exported_too(tmp_path: Path) -> None:
         assert same(found, {"weight": weight})
 
 
+def _normed(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    model(torch.randn(7, 3))  # moves the running averages and their count
+    return model
+
+
+def _buffers_through_all(root: str) -> dict[str, dict[str, Tensor]]:
+    """From DCP into mics, saved, and the same from safetensors."""
+    found = {}
+    for name in ("stock", "hub"):
+        model = mics.shard(_normed(1), partition_size=2)
+        mics.load(f"{root}/{name}", model)
+        mics.save(f"{root}/{name}.mics", model)
+        found[name] = mics.full_state_dict(model, rank0_only=False)
+    return found
+
+
+def test_buffers_go_all_ways(tmp_path: Path) -> None:
+    """Running averages and a count that is a whole number, on every rank."""
+    expected = dict(_normed(0).state_dict())
+    dcp.save({"model": expected}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    (tmp_path / "hub").mkdir()
+    save_file(expected, tmp_path / "hub" / "model.safetensors")
+    for of_rank in run_ranks(2, _buffers_through_all, str(tmp_path)):
+        assert all(same(found, expected) for found in of_rank.values())
+    for name in ("stock.mics", "hub.mics"):
+        state = {"model": {key: torch.zeros_like(value) for key, value in expected.items()}}
+        dcp.load(state, checkpoint_id=tmp_path / name, no_dist=True)
+        assert same(state["model"], expected)
+        out = tmp_path / f"{name}.out"
+        assert main(["checkpoint", "export", str(tmp_path / name), str(out), "--dtype", "keep"]) == 0
+        assert same(load_file(out / "model-00001-of-00001.safetensors"), expected)
+
+
 def test_import_is_a_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With digests; mics.load and DCP's own tools read it."""
     torch.manual_seed(0)
