@@ -68,16 +68,19 @@ def trained_and_saved(path: str, partition_size: int, **options: Any) -> dict[st
     return {**before, "losses": losses, "after": train(model, optimizer, STEPS, 2 * STEPS)}
 
 
-def loaded(paths: list[str], partition_size: int, **options: Any) -> list[dict[str, Any]]:
-    """Load one checkpoint after the other into the same model, which trains in between."""
+def loaded(
+    paths: list[str], partition_size: int, go_on: tuple[int, ...] = (), **options: Any
+) -> list[dict[str, Any]]:
+    """Load one checkpoint after the other into the same model, which trains on from those in ``go_on``."""
     import mics
 
     model, optimizer = build(partition_size, seed=1, **options)
     found = []
-    for path in paths:
+    for number, path in enumerate(paths):
         extra = mics.load(path, model, optimizer)
         values = everything(model, optimizer)
-        found.append({**values, "extra": extra, "after": train(model, optimizer, STEPS, 2 * STEPS)})
+        after = train(model, optimizer, STEPS, 2 * STEPS) if number in go_on else None
+        found.append({**values, "extra": extra, "after": after})
     return found
 
 

@@ -27,7 +27,8 @@ def test_loads_what_every_other_saved(pair: tuple[int, int], saved: dict) -> Non
     """Parameters, optimizer state and settings are equal to the bit, and training goes on."""
     p, r = pair
     paths = [path for path, _ in saved.values()]
-    everybody = run_ranks(p * r, loaded, paths, p)
+    own = list(saved).index(pair)
+    everybody = run_ranks(p * r, loaded, paths, p, (own, (own + 1) % len(paths)))
     for number, (source, (_, expected)) in enumerate(saved.items()):
         for found in (of_rank[number] for of_rank in everybody):
             for what in ("model", "optimizer", "lr"):
@@ -35,4 +36,5 @@ def test_loads_what_every_other_saved(pair: tuple[int, int], saved: dict) -> Non
             assert found["extra"] == {"step": 3}
             if source == pair:
                 assert found["after"] == expected["after"]
-            assert found["after"] == pytest.approx(expected["after"], rel=1e-4)
+            elif found["after"] is not None:
+                assert found["after"] == pytest.approx(expected["after"], rel=1e-4)

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -169,16 +169,14 @@ class PartWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         name, chunks, files = f"__{self._rank}_0.distcp", [], {}
         path = self.folder / name
-        with BlockWriter(path) as stream, path.open("rb", buffering=0) as written:
+        with BlockWriter(path) as stream:
             for item in plan.items:
                 start = stream.tell()
                 values = planner.resolve_data(item)
                 assert isinstance(values, Tensor) and item.tensor_data is not None
-                torch.save(values, cast(IO[bytes], stream))
-                length = stream.tell() - start
-                position = start + values_position(Slice(written, start, length))
+                position = stream.save(values)
                 box = box_of(item.tensor_data.chunk)
-                info = _StorageInfo(name, start, length)
+                info = _StorageInfo(name, start, stream.tell() - start)
                 chunks.append((item.index, info, StoredChunk(box, name, position)))
             files[name] = stream.finish()
         name = rank_file(self._rank)
