@@ -3,10 +3,11 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from mics.activations import Activations
-from mics.api import clip_grad_norm_, microsteps, shard, traffic
+from mics.api import audit, clip_grad_norm_, microsteps, shard, traffic
+from mics.audit import AuditReport
 from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
-from mics.errors import CollectiveError, MicsError, SettingsError
+from mics.errors import CollectiveError, MicsError, ReplicaError, SettingsError
 from mics.memory import MemoryReport, memory
 from mics.optimizer_hooks import allow_optimizer
 from mics.plans import Prefetch
@@ -27,6 +28,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "Activations",
+    "AuditReport",
     "Cluster",
     "CollectiveError",
     "Emulation",
@@ -35,9 +37,11 @@ __all__ = [
     "MicsError",
     "Precision",
     "Prefetch",
+    "ReplicaError",
     "SettingsError",
     "Traffic",
     "allow_optimizer",
+    "audit",
     "clip_grad_norm_",
     "emulate",
     "full_gradients",
