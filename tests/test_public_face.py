@@ -13,7 +13,7 @@ def test_exports() -> None:
         "Activations", "AuditReport", "Cluster", "CollectiveError", "Emulation", "Link", "MemoryReport",
         "MicsError", "Precision", "Prefetch", "ReplicaError", "SettingsError", "Traffic", "allow_optimizer",
         "audit", "clip_grad_norm_", "emulate", "full_gradients", "full_optimizer_state_dict",
-        "full_state_dict", "load_full_state_dict", "memory", "microsteps", "shard",
+        "full_state_dict", "load_full_state_dict", "memory", "microsteps", "nonfinite_units", "shard",
         "summon", "traffic",
     ]  # fmt: skip
     assert all(hasattr(mics, name) for name in mics.__all__)

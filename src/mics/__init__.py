@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from mics.activations import Activations
-from mics.api import audit, clip_grad_norm_, microsteps, shard, traffic
+from mics.api import audit, clip_grad_norm_, microsteps, nonfinite_units, shard, traffic
 from mics.audit import AuditReport
 from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
@@ -50,6 +50,7 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "microsteps",
+    "nonfinite_units",
     "shard",
     "summon",
     "traffic",

@@ -164,6 +164,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         return engine_of(model).boundary.clip_grad_norm_(float(max_norm), float(norm_type))
 
 
+def nonfinite_units(model: nn.Module) -> list[str]:
+    """The units whose gradient has a NaN or an infinity anywhere in the world, the same list on all ranks.
+
+    For when the norm that ``clip_grad_norm_`` returned is not finite. Clipping by such a norm spoils all
+    gradients, so until new ones come this tells what clipping found: units whose own norm is not finite.
+
+    All ranks must call it. One small all-reduce, and the host waits for the answer.
+    """
+    with torch.no_grad():
+        return engine_of(model).boundary.nonfinite_units()
+
+
 def audit(model: nn.Module) -> AuditReport:
     """Compare the parameters of all replicas now: a report if they are equal, else ``mics.ReplicaError``.
 

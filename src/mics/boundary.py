@@ -62,6 +62,8 @@ class Boundary:
             unit.master is unit.param_shard for unit in self.trainable
         )
         self._in_use: InUse | None = None  # full gradients that are being laid out
+        # What the latest clipping found, until there are new gradients: units, and the norm of each.
+        self._clipped: tuple[list[Unit], Tensor] | None = None
         self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
 
     # -- gradients ----------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class Boundary:
             unit.gradients.settle()
         if self._fresh_grads:
             self._fresh_grads = False
+            self._clipped = None
             self._agreement.exchange(difference)
 
     def follow(self, schedule: Schedule) -> None:
@@ -136,14 +139,33 @@ class Boundary:
             )
         return total
 
-    def _total_norm(self, units: Sequence[Unit], norm_type: float) -> Tensor:
-        pieces = [unit.gradients.unique_gradient() for unit in units]
-        infinite = math.isinf(norm_type)
-        if pieces:
-            norms = torch.stack([norm.float() for norm in torch._foreach_norm(pieces, norm_type)])
-            local = torch.linalg.vector_norm(norms, norm_type)
+    def nonfinite_units(self) -> list[str]:
+        """Labels of the units whose gradient is not finite on some rank. All ranks must call it."""
+        self.synchronize()
+        if self._clipped is not None:
+            units, norms = self._clipped
         else:
-            local = torch.zeros((), device=self._device)
+            units = self._units_with_gradients()
+            norms = self._norms(units, math.inf)
+        position = {unit.spec.index: number for number, unit in enumerate(self.trainable)}
+        flags = torch.zeros(len(self.trainable), device=self._device)
+        flags[[position[unit.spec.index] for unit in units]] = (~norms.isfinite()).float()
+        self._mesh.world.all_reduce(flags, "which gradients are not finite", maximum=True)
+        return [unit.spec.label for unit, found in zip(self.trainable, flags.tolist(), strict=True) if found]
+
+    def _norms(self, units: Sequence[Unit], norm_type: float) -> Tensor:
+        """The norm of this rank's piece of each unit's gradient: [len(units)]."""
+        pieces = [unit.gradients.unique_gradient() for unit in units]
+        if not pieces:
+            return torch.zeros(0, device=self._device)
+        return torch.stack([norm.float() for norm in torch._foreach_norm(pieces, norm_type)])
+
+    def _total_norm(self, units: Sequence[Unit], norm_type: float) -> Tensor:
+        norms = self._norms(units, norm_type)
+        # Clipping by a norm that is not finite spoils all gradients: what they were is known from here alone.
+        self._clipped = list(units), norms
+        infinite = math.isinf(norm_type)
+        local = torch.linalg.vector_norm(norms, norm_type) if units else norms.sum()
         summed: Tensor = local if infinite else local.pow(norm_type)
         self._mesh.world.all_reduce(summed, "the gradient norm", maximum=infinite)
         return summed if infinite else summed.pow(1.0 / norm_type)
