@@ -5,7 +5,8 @@
 
 With a launcher: gloo ranks on the CPU. Without one and with a GPU: rank 0 of an emulated cluster of two nodes
 of eight, on which digests are real and peers are imagined. The three settings take turns step by step in one
-process, so that whatever else the machine does hits all alike.
+process, so that whatever else the machine does hits all alike. The processor's time of the whole process,
+lanes included, is what other work on the machine disturbs least; on a GPU it is what issuing a step costs.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def trainer(
     return step
 
 
-def seconds(step: Callable[[], None], device: torch.device) -> float:
-    """Time of a step, all ranks together."""
+def seconds(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Time of a step, all ranks together: on the clock, and of this process's processor."""
     settle(device)
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     step()
     settle(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def settle(device: torch.device) -> None:
@@ -103,14 +104,15 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def report(turns: list[dict[int, float]], num_replicas: int) -> None:
-    """Medians forget what happens once in 100 steps; means remember it, with the noise."""
+def report(turns: list[dict[int, tuple[float, float]]], num_replicas: int) -> None:
+    """Medians forget what happens once in 100 steps, and outliers; means remember both."""
     print(f"{num_replicas} replicas, {len(turns)} steps of each setting in turns")
-    print("| audit | median ms | against none | mean ms | against none |\n|---|---:|---:|---:|---:|")
+    print("| audit | clock, median ms | against none | processor, mean ms | against none |")
+    print("|---|---:|---:|---:|---:|")
     for interval, name in NAMES.items():
         cells = []
-        for average in (statistics.median, statistics.fmean):
-            found, without = (average([turn[which] for turn in turns]) for which in (interval, 0))
+        for clock, average in enumerate((statistics.median, statistics.fmean)):
+            found, without = (average([turn[which][clock] for turn in turns]) for which in (interval, 0))
             cells += [f"{1000 * found:.2f}", f"{found / without:.4f}"]
         print(f"| {name} | {' | '.join(cells)} |")
 

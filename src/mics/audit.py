@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -86,11 +87,18 @@ class ReplicaAudit:
         on_gpu = device.type == "cuda"
         self._arrived = torch.cuda.Event() if on_gpu else None
         numel = 2 * len(self._units) * len(self._ranks) if self._compares else 0
-        self._host = torch.zeros(numel, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        pin = on_gpu and numel > 0
+        self._host = torch.zeros(numel, dtype=torch.int64, device="cpu", pin_memory=pin)
 
     @property
     def _compares(self) -> bool:
         return len(self._ranks) > 1 and bool(self._units)
+
+    def __del__(self) -> None:
+        """Let the computation wait for what a lane still writes: others get that memory next."""
+        if self._device.type == "cuda" and self._pending is not None:
+            with suppress(Exception):  # the interpreter may be on its way out
+                self._pending.ticket.wait()
 
     def count_step(self) -> None:
         """An optimizer has updated parameters."""
