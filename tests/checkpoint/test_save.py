@@ -162,6 +162,29 @@ def _unsaveable(path: str) -> None:
     mics.save(path, model, optimizer, {"what": [object()]})
 
 
+def _one_cannot(path: str, what: str) -> None:
+    import torch.distributed as dist
+
+    import mics
+
+    model, optimizer = build(1)
+    odd = dist.get_rank() == 1
+    if what == "state":
+        mics.save(path, model, optimizer, {"x": object() if odd else 1}, wait=False)
+    else:
+        mics.save(path, model, optimizer, step=2 if odd else 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("state", "rank 1 cannot"), ("step", "same path, step and keep")]
+)
+def test_ranks_that_disagree_do_not_wait_for_each_other(tmp_path: Path, what: str, words: str) -> None:
+    """One rank that cannot save, or means another folder, is an error on all of them, at once."""
+    errors = run_expecting_error(2, _one_cannot, str(tmp_path / "c"), what)
+    assert len(errors) == 2 and all(error.is_a("SettingsError") for error in errors)
+    assert words in errors[0].message
+
+
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     """Nothing is pickled: an object that is no plain value is refused, by its name."""
     for error in run_expecting_error(2, _unsaveable, str(tmp_path / "c")):
@@ -362,6 +385,10 @@ def _killed_at(path: str, moment: int) -> tuple[int, bool]:
     found = mics.load(path, *build(1))["step"]
     mics.save(path, model, optimizer, {"step": 4}, step=4, keep=1)
     assert mics.load(path, *build(1))["step"] == 4
+    assert sorted(each.name for each in Path(path).iterdir()) == [
+        "latest",
+        "step-4",
+    ]  # nothing is left behind
     return found, finished
 
 

@@ -24,7 +24,7 @@ from mics.checkpoint.folders import find_checkpoint
 from mics.checkpoint.foreign import open_checkpoint
 from mics.checkpoint.index import Index, StoredTensor
 from mics.checkpoint.random_state import restore_random_state
-from mics.checkpoint.save import finish_saving
+from mics.checkpoint.save import check_real, finish_saving
 from mics.checkpoint.torch_format import IndexReader, PartLoadPlanner, rank_file
 from mics.checkpoint.values import decode
 from mics.contiguous import Contiguous
@@ -54,6 +54,7 @@ def load(
     not have stay as they are, and tensors that the model does not have are ignored.
     """
     engine = engine_of(model)
+    check_real(engine, "mics.load")
     finish_saving(model)
     folder, index = _open(Path(path), engine)
     contents = contents_of(model, engine)
