@@ -10,10 +10,12 @@ import mics
 def test_exports() -> None:
     """Exactly these names are public."""
     assert sorted(mics.__all__) == [
-        "Activations", "CheckpointError", "Cluster", "CollectiveError", "Emulation", "Link", "MemoryReport",
-        "MicsError", "Precision", "Prefetch", "Saving", "SettingsError", "Traffic", "allow_optimizer",
-        "clip_grad_norm_", "emulate", "full_gradients", "full_optimizer_state_dict", "full_state_dict",
-        "load", "load_full_state_dict", "memory", "microsteps", "save", "shard", "summon", "traffic",
+        "Activations", "AuditReport", "CheckpointError", "Cluster", "CollectiveError", "Emulation",
+        "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "ReplicaError", "Saving",
+        "SettingsError", "Traffic", "allow_optimizer", "audit", "clip_grad_norm_", "emulate",
+        "full_gradients", "full_optimizer_state_dict", "full_state_dict", "load",
+        "load_full_state_dict", "memory", "microsteps", "nonfinite_units", "save", "shard",
+        "summon", "traffic",
     ]  # fmt: skip
     assert all(hasattr(mics, name) for name in mics.__all__)
 

@@ -3,11 +3,12 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from mics.activations import Activations
-from mics.api import clip_grad_norm_, microsteps, shard, traffic
+from mics.api import audit, clip_grad_norm_, microsteps, nonfinite_units, shard, traffic
+from mics.audit import AuditReport
 from mics.checkpoint import Saving, load, save
 from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
-from mics.errors import CheckpointError, CollectiveError, MicsError, SettingsError
+from mics.errors import CheckpointError, CollectiveError, MicsError, ReplicaError, SettingsError
 from mics.memory import MemoryReport, memory
 from mics.optimizer_hooks import allow_optimizer
 from mics.plans import Prefetch
@@ -28,6 +29,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "Activations",
+    "AuditReport",
     "CheckpointError",
     "Cluster",
     "CollectiveError",
@@ -37,10 +39,12 @@ __all__ = [
     "MicsError",
     "Precision",
     "Prefetch",
+    "ReplicaError",
     "Saving",
     "SettingsError",
     "Traffic",
     "allow_optimizer",
+    "audit",
     "clip_grad_norm_",
     "emulate",
     "full_gradients",
@@ -50,6 +54,7 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "microsteps",
+    "nonfinite_units",
     "save",
     "shard",
     "summon",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mics.activations import Activations, apply_activations
 from mics.assign import Site
+from mics.audit import AuditReport, ReplicaAudit
 from mics.boundary import Boundary
 from mics.buffers import BufferSync
 from mics.choices import Choices, choose_partition_size, choose_topology, replicas_exchange, unit_specs
@@ -58,6 +59,7 @@ def shard(
     precision: Precision | None = None,
     prefetch: Literal["auto"] | int | Prefetch = "auto",
     activations: Activations | None = None,
+    audit_interval: Literal["auto"] | int = "auto",
 ) -> nn.Module:
     """Shard ``model`` in place over partition groups and return it.
 
@@ -80,6 +82,9 @@ def shard(
             issued.
         activations: which units are computed again in the backward, and what of their activations goes to
             host memory meanwhile; None leaves the model as it is.
+        audit_interval: optimizer steps from one comparison of the replicas' parameters to the next (see
+            ``mics.audit``); "auto" is 100, and 0 never compares. A difference raises ``mics.ReplicaError``
+            one boundary later.
 
     The cost model takes the network to be an ordinary one. ``MICS_CLUSTER`` tells it better: the name of a
     cluster or a file, as for ``mics emulate --cluster``.
@@ -103,6 +108,7 @@ def shard(
             precision=precision or Precision(),
             prefetch=prefetch,
             activations=activations,
+            audit_interval=audit_interval,
             nodes=nodes,
         )
     except Exception as caught:
@@ -158,6 +164,30 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         return engine_of(model).boundary.clip_grad_norm_(float(max_norm), float(norm_type))
 
 
+def nonfinite_units(model: nn.Module) -> list[str]:
+    """The units whose gradient has a NaN or an infinity anywhere in the world, the same list on all ranks.
+
+    For when the norm that ``clip_grad_norm_`` returned is not finite. Clipping by such a norm spoils all
+    gradients, so until new ones come this tells what clipping found: units whose own norm is not finite.
+
+    All ranks must call it. One small all-reduce, and the host waits for the answer.
+    """
+    with torch.no_grad():
+        return engine_of(model).boundary.nonfinite_units()
+
+
+def audit(model: nn.Module) -> AuditReport:
+    """Compare the parameters of all replicas now: a report if they are equal, else ``mics.ReplicaError``.
+
+    The ranks of a replication group must hold equal parameters, bit for bit; ``mics.shard`` has that checked
+    from time to time, and this checks it at once, for example after loading a checkpoint. Edits since the
+    last forward are carried to all replicas first. Module buffers are not compared.
+
+    All ranks must call it, between optimizer steps. Two small collectives, and the host waits for the answer.
+    """
+    return engine_of(model).boundary.audit.now()
+
+
 def traffic(model: nn.Module) -> Traffic:
     """Collectives joined and bytes sent by this rank since the model was sharded."""
     engine = engine_of(model)
@@ -201,6 +231,13 @@ def _build(
         device=settings.device,
         # One for each stage: while one unit crosses the network, the next is added up inside the node.
         num_reduce_buffers=2 if overlap and any(topology.two_stage) else 1,
+        audit=ReplicaAudit(
+            all_units,
+            mesh=mesh,
+            ranks=next(group for group in topology.replication_groups() if world.rank in group),
+            interval=settings.audit_interval,
+            device=settings.device,
+        ),
         replica_batch_nbytes=choices.replica_batch_nbytes if overlap else 0,
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )

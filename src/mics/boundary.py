@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mics.audit import ReplicaAudit
 from mics.comm.lanes import DONE
 from mics.comm.world import MeshCollectives
-from mics.errors import MicsError
+from mics.errors import MicsError, ReplicaError
 from mics.gradients import GradientOwner, ShardGrad
 from mics.planner.memory import TINY_SHARE
 from mics.plans import Prefetch
@@ -36,11 +37,13 @@ class Boundary:
         world_size: int,
         device: torch.device,
         num_reduce_buffers: int,
+        audit: ReplicaAudit,
         replica_batch_nbytes: int = 0,
         choose_prefetch: Callable[[Sequence[int], int], int] | None = None,
     ) -> None:
         self.units = list(units)
         self.trainable = [unit for unit in units if unit.spec.trainable]
+        self.audit = audit
         self.announced = False  # the micro-step under way is the last one before the optimizer
         self._mesh = mesh
         self._device = device
@@ -59,6 +62,8 @@ class Boundary:
             unit.master is unit.param_shard for unit in self.trainable
         )
         self._in_use: InUse | None = None  # full gradients that are being laid out
+        # What the latest clipping found, until there are new gradients: units, and the norm of each.
+        self._clipped: tuple[list[Unit], Tensor] | None = None
         self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
 
     # -- gradients ----------------------------------------------------------------------------------
@@ -95,12 +100,15 @@ class Boundary:
         left = [unit for unit in self.trainable if unit.gradients.state is GradState.PARTIAL]
         for batch in batches_of(left, self._batch_nbytes):
             reduce_over_replicas([unit.gradients for unit in batch], self._mesh.replication)
+        # Beside hop 2, which is waited for next.
+        difference = self.audit.at_boundary() if self._fresh_grads else None
         self._let_go()
         for unit in self.trainable:
             unit.gradients.settle()
         if self._fresh_grads:
             self._fresh_grads = False
-            self._agreement.exchange()
+            self._clipped = None
+            self._agreement.exchange(difference)
 
     def follow(self, schedule: Schedule) -> None:
         """Check at each boundary that all ranks went through ``schedule`` alike, and start it again after."""
@@ -131,14 +139,33 @@ class Boundary:
             )
         return total
 
-    def _total_norm(self, units: Sequence[Unit], norm_type: float) -> Tensor:
-        pieces = [unit.gradients.unique_gradient() for unit in units]
-        infinite = math.isinf(norm_type)
-        if pieces:
-            norms = torch.stack([norm.float() for norm in torch._foreach_norm(pieces, norm_type)])
-            local = torch.linalg.vector_norm(norms, norm_type)
+    def nonfinite_units(self) -> list[str]:
+        """Labels of the units whose gradient is not finite on some rank. All ranks must call it."""
+        self.synchronize()
+        if self._clipped is not None:
+            units, norms = self._clipped
         else:
-            local = torch.zeros((), device=self._device)
+            units = self._units_with_gradients()
+            norms = self._norms(units, math.inf)
+        position = {unit.spec.index: number for number, unit in enumerate(self.trainable)}
+        flags = torch.zeros(len(self.trainable), device=self._device)
+        flags[[position[unit.spec.index] for unit in units]] = (~norms.isfinite()).float()
+        self._mesh.world.all_reduce(flags, "which gradients are not finite", maximum=True)
+        return [unit.spec.label for unit, found in zip(self.trainable, flags.tolist(), strict=True) if found]
+
+    def _norms(self, units: Sequence[Unit], norm_type: float) -> Tensor:
+        """The norm of this rank's piece of each unit's gradient: [len(units)]."""
+        pieces = [unit.gradients.unique_gradient() for unit in units]
+        if not pieces:
+            return torch.zeros(0, device=self._device)
+        return torch.stack([norm.float() for norm in torch._foreach_norm(pieces, norm_type)])
+
+    def _total_norm(self, units: Sequence[Unit], norm_type: float) -> Tensor:
+        norms = self._norms(units, norm_type)
+        # Clipping by a norm that is not finite spoils all gradients: what they were is known from here alone.
+        self._clipped = list(units), norms
+        infinite = math.isinf(norm_type)
+        local = torch.linalg.vector_norm(norms, norm_type) if units else norms.sum()
         summed: Tensor = local if infinite else local.pow(norm_type)
         self._mesh.world.all_reduce(summed, "the gradient norm", maximum=infinite)
         return summed if infinite else summed.pow(1.0 / norm_type)
@@ -248,6 +275,7 @@ class Boundary:
             if unit.shards[index].grad is unit.gradients.views[index]:  # and not cleared by a hook in between
                 unit.shards[index].grad = self._guards[unit.spec.index][index]
         self._shown = []
+        self.audit.count_step()
         units = list({id(unit): unit for unit, _ in members}.values())
         if self._schedule is not None:
             self._schedule.settle_homes()
@@ -303,24 +331,29 @@ class Agreement:
         self._units = list(units)
         self._world = mesh.world
         self._first = {}  # unit index -> position of its first parameter in the exchanged flags
-        numel = 3
+        numel = 4
         for unit in self._units:
             self._first[unit.spec.index] = numel
             numel += len(unit.gradients.used)
         pin = device.type == "cuda"
-        self._mine = torch.zeros(numel, pin_memory=pin)  # [digest, -digest, prefetch, a flag for each]
+        # [digest, -digest, prefetch, who found replicas to differ, a flag for each parameter]
+        self._mine = torch.zeros(numel, pin_memory=pin)
         self._theirs = torch.zeros(numel, pin_memory=pin)  # the maximum over ranks, back on the host
         self._wire = torch.zeros(numel, device=device)
         self._arrived = torch.cuda.Event() if pin else None
         self._pending = False
 
-    def exchange(self) -> None:
-        """Send this rank's account of the steps since the last boundary."""
+    def exchange(self, difference: ReplicaError | None) -> None:
+        """Send this rank's account of the steps since the last boundary, and raise what its audit found.
+
+        After telling the others: those whose own replicas are equal would go on and wait for this rank.
+        """
         self.check()
         digest = 0 if self.schedule is None else self.schedule.digest
         flags = [float(used) for unit in self._units for used in unit.gradients.used]
         prefetch = self._settle_prefetch()
-        self._mine.copy_(torch.tensor([float(digest), -float(digest), float(prefetch), *flags]))
+        finder = 0.0 if difference is None else 1.0 + self._world.position
+        self._mine.copy_(torch.tensor([float(digest), -float(digest), float(prefetch), finder, *flags]))
         self._wire.copy_(self._mine, non_blocking=True)
         self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
         self._theirs.copy_(self._wire, non_blocking=True)
@@ -329,6 +362,8 @@ class Agreement:
         self._pending = True
         if self.schedule is not None:
             self.schedule.digest = 0
+        if difference is not None:
+            raise difference
         if self._arrived is None:
             self.check()
 
@@ -351,7 +386,7 @@ class Agreement:
             self.check()
 
     def check(self) -> None:
-        """Raise if the ranks did not all gather and reduce the same units in the same order."""
+        """Raise if the ranks did not all do the same units in the same order, or if replicas differ."""
         if not self._pending:
             return
         self._pending = False
@@ -365,6 +400,14 @@ class Agreement:
                 "step, so parameters and gradients are not to be trusted. Expected every rank to "
                 "call the same "
                 "modules in the same order; look for layers skipped or chosen by rank or by data"
+            )
+
+        finder = int(self._theirs[3].item())
+        if finder:
+            raise ReplicaError(
+                "replicas differ: expected the ranks of every replication group to hold equal parameters, "
+                f"found those of rank {finder - 1}'s group to differ (this rank's do not); the error on that "
+                "rank says which ranks and units, and what to do"
             )
 
     def used(self, unit: Unit, index: int) -> bool:

@@ -5,6 +5,23 @@ class MicsError(RuntimeError):
     """Something mics was asked to do cannot be done."""
 
 
+class ReplicaError(MicsError):
+    """Ranks that must hold equal parameters do not: ``ranks`` stand out in ``units``, as of ``step``."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        units: tuple[str, ...] = (),
+        step: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.units = units
+        self.step = step
+
+
 class SettingsError(ValueError):
     """A setting, a model or an optimizer that mics cannot train as given."""
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OptimizerSharding = Literal["world", "partition"]
+_AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class Settings:
     """What the cost model takes the cluster to be."""
     device: torch.device
     activations: Activations | None
+    audit_interval: int
+    """Optimizer steps from one replica audit to the next; 0: none."""
     sites: list[Site]
     blocks: list[nn.Module]
     """What was chosen as units."""
@@ -63,6 +66,7 @@ def check_settings(
     precision: Precision,
     prefetch: Literal["auto"] | int | Prefetch,
     activations: Activations | None,
+    audit_interval: Literal["auto"] | int,
     nodes: Sequence[str],
 ) -> Settings:
     if not isinstance(model, nn.Module):
@@ -110,6 +114,7 @@ def check_settings(
         cluster=cluster_for(device, nodes),
         device=device,
         activations=activations,
+        audit_interval=_audit_interval(audit_interval),
         buffers=list(model.named_buffers()),
         sites=assign_sites(model, chosen),
         blocks=blocks,
@@ -126,6 +131,16 @@ def _prefetch(prefetch: Any) -> Prefetch | None:
             f'prefetch: expected "auto", a number of units from 0 or a mics.Prefetch, found {prefetch!r}'
         )
     return Prefetch(units=prefetch)
+
+
+def _audit_interval(interval: Any) -> int:
+    if interval == "auto":
+        return _AUDIT_INTERVAL
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
+        raise SettingsError(
+            f'audit_interval: expected "auto" or a number of optimizer steps from 0, found {interval!r}'
+        )
+    return interval
 
 
 def cluster_for(device: torch.device, nodes: Sequence[str]) -> Cluster:
@@ -225,6 +240,7 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "optimizer_sharding": settings.optimizer_sharding,
         "precision": str(settings.precision),
         "prefetch": str(settings.prefetch or "auto"),
+        "audit_interval": settings.audit_interval,
         "cluster (MICS_CLUSTER)": str(settings.cluster),
         "gpu": _gpu(settings.device),
         "device type": settings.device.type,

@@ -225,6 +225,16 @@ class Unit:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
         return self._versions != self.num_edits()
 
+    def holds_edit(self) -> bool:
+        """Whether such a write stands in this rank's ``param_shard``, and not yet in the other replicas'."""
+        in_place = self.spec.trainable and not self.spec.has_masters and self.share.masters_over_replicas
+        return in_place and self.masters_changed()
+
+    def arrived_params(self) -> Tensor:
+        """``param_shard`` to read, with the other replicas' pieces of the last refresh."""
+        self._refreshed.wait()
+        return self.param_shard
+
     def __reduce__(self) -> Any:
         raise MicsError(UNCOPYABLE)
 

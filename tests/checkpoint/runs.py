@@ -10,7 +10,7 @@ from torch import nn
 
 from tests import toys
 
-STEPS = 3
+STEPS = 2
 
 
 def build(
@@ -68,17 +68,51 @@ def trained_and_saved(path: str, partition_size: int, **options: Any) -> dict[st
     return {**before, "losses": losses, "after": train(model, optimizer, STEPS, 2 * STEPS)}
 
 
-def loaded(paths: list[str], partition_size: int, **options: Any) -> list[dict[str, Any]]:
-    """Load one checkpoint after the other into the same model, which trains in between."""
+def loaded(
+    paths: list[str], partition_size: int, go_on: tuple[int, ...] = (), **options: Any
+) -> list[dict[str, Any]]:
+    """Load one checkpoint after the other into the same model, which trains on from those in ``go_on``."""
     import mics
 
     model, optimizer = build(partition_size, seed=1, **options)
     found = []
-    for path in paths:
+    for number, path in enumerate(paths):
         extra = mics.load(path, model, optimizer)
         values = everything(model, optimizer)
-        found.append({**values, "extra": extra, "after": train(model, optimizer, STEPS, 2 * STEPS)})
+        after = train(model, optimizer, STEPS, 2 * STEPS) if number in go_on else None
+        found.append({**values, "extra": extra, "after": after})
     return found
+
+
+def loads(paths: list[str], expected: list[dict[str, Any]], partition_size: int) -> list[bool]:
+    """Load one checkpoint after the other into the same model: whether this rank has its part of each."""
+    import mics
+
+    model, optimizer = build(partition_size, seed=1)
+    found = []
+    for path, whole in zip(paths, expected, strict=True):
+        extra = mics.load(path, model, optimizer)
+        lr = [group["lr"] for group in optimizer.param_groups]
+        found.append(extra == {"step": STEPS} and lr == whole["lr"] and has_part_of(whole, model, optimizer))
+    return found
+
+
+def has_part_of(whole: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every shard, and its optimizer state, is this rank's part of the whole tensors."""
+    from mics.checkpoint.contents import contents_of
+    from mics.engine import engine_of
+
+    contents = contents_of(model, engine_of(model))
+    equal = [torch.equal(buffer, whole["model"][name]) for name, buffer in contents.buffers.items()]
+    for held in contents.params:
+        span = held.span(once=False)
+        part = slice(span.start, span.stop)
+        equal.append(torch.equal(held.shard.view(-1), whole["model"][held.name].view(-1)[part]))
+        state = optimizer.state.get(held.shard, {}) if span else {}
+        for key, value in (whole["optimizer"].get(held.name, {}) if span else {}).items():
+            cut = value.view(-1)[part] if value.dim() else value.view(-1)
+            equal.append(torch.equal(state[key].view(-1), cut))
+    return all(equal) and len(equal) > len(contents.params)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -50,13 +50,6 @@ class Slice(io.RawIOBase):
         return int(got)
 
 
-def values_position(archive: Any) -> int:
-    """Where in an archive of one tensor its values begin. They lie there as they are, uncompressed."""
-    with zipfile.ZipFile(archive) as opened:
-        record = _values_record(opened)
-    return _position_of(archive, record)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Described:
     """The tensor of an archive."""

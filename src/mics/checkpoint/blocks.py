@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from mics.checkpoint.digests import best_digest, digest_of
 from mics.checkpoint.index import BLOCK_NBYTES, StoredFile
 from mics.errors import CheckpointError
 
@@ -19,18 +23,21 @@ _NUM_AHEAD: Final = 3
 
 
 class BlockWriter:
-    """A stream that torch.save can write to. Hashing and the disk run beside the caller."""
+    """A stream that torch.save can write to. The disk runs beside the caller."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        self._hashers = ThreadPoolExecutor(1, thread_name_prefix="mics-digest")
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="mics-fsync")
-        self._block = hashlib.sha256()
-        self._block_left = BLOCK_NBYTES
+        self._name = best_digest()
+        self._digest = digest_of(self._name)
+        self._block = bytearray(BLOCK_NBYTES)  # what has not been hashed yet
+        self._filled = 0
         self._digests: list[str] = []
         self._nbytes = 0
         self._unflushed = 0
         self._flushing: Future[None] | None = None
+        self._watched = 0  # an address, until what lies there is written
+        self._seen_at = 0
 
     def __enter__(self) -> BlockWriter:
         return self
@@ -38,51 +45,65 @@ class BlockWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hashers.shutdown()
         self._disk.shutdown()
         self._file.close()
 
     def write(self, content: Any) -> int:
         """Write and hash bytes; what they lie in may be used again after that."""
         view = memoryview(content).cast("B")
-        hashing = self._hashers.submit(self._hash, view) if len(view) > 4096 else None
-        if hashing is None:
-            self._hash(view)
-        written = 0
-        try:
-            while written < len(view):
-                written += self._file.write(view[written : written + BLOCK_NBYTES])
-        finally:
-            if hashing is not None:
-                hashing.result()
-        self._nbytes += written
-        self._flush_beside(written)
-        return written
+        if self._watched and len(view) and np.frombuffer(view, np.uint8).ctypes.data == self._watched:
+            self._seen_at, self._watched = self._nbytes, 0
+        self._nbytes += len(view)
+        left = view
+        while len(left):
+            whole = BLOCK_NBYTES if self._filled == 0 and len(left) >= BLOCK_NBYTES else 0
+            if whole:
+                self._put(left[:whole])
+                left = left[whole:]
+                continue
+            part = left[: BLOCK_NBYTES - self._filled]
+            self._block[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            left = left[len(part) :]
+            if self._filled == BLOCK_NBYTES:
+                self._put_rest()
+        return len(view)
 
     def tell(self) -> int:
         return self._nbytes
 
+    def save(self, values: Tensor) -> int:
+        """Append the archive that ``torch.save`` makes of a tensor; the position of its values.
+
+        They are written as they lie in memory, which is how we know them.
+        """
+        self._watched = values.data_ptr()
+        torch.save(values, cast(IO[bytes], self))
+        assert not self._watched, "torch.save copies what it writes"
+        return self._seen_at
+
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Blocks are written whole; the rest in ``finish``."""
 
     def finish(self) -> StoredFile:
         """Have everything on disk; what the index needs to know."""
+        self._put_rest()
         if self._flushing is not None:
             self._flushing.result()
         os.fsync(self._file.fileno())
-        if self._block_left < BLOCK_NBYTES:
-            self._digests.append(self._block.hexdigest())
-        return StoredFile(nbytes=self._nbytes, digests=tuple(self._digests))
+        return StoredFile(nbytes=self._nbytes, digest=self._name, digests=tuple(self._digests))
 
-    def _hash(self, view: memoryview) -> None:
-        while len(view):
-            part = view[: self._block_left]
-            self._block.update(part)
-            self._block_left -= len(part)
-            view = view[len(part) :]
-            if self._block_left == 0:
-                self._digests.append(self._block.hexdigest())
-                self._block, self._block_left = hashlib.sha256(), BLOCK_NBYTES
+    def _put_rest(self) -> None:
+        if self._filled:
+            self._put(memoryview(self._block)[: self._filled])
+            self._filled = 0
+
+    def _put(self, block: memoryview) -> None:
+        self._digests.append(self._digest(block))
+        written = 0
+        while written < len(block):
+            written += self._file.write(block[written:])
+        self._flush_beside(written)
 
     def _flush_beside(self, nbytes: int) -> None:
         """Keep the disk busy: left to itself the system begins late, and the end waits for all of it."""
@@ -101,6 +122,7 @@ class BlockReader:
     def __init__(self, path: Path, stored: StoredFile, ranges: Iterable[range]) -> None:
         self._path = path
         self._stored = stored
+        self._digest = digest_of(stored.digest) if stored.digests else None
         try:
             self._file = path.open("rb", buffering=0)
             found = path.stat().st_size
@@ -170,7 +192,7 @@ class BlockReader:
                     f"{self._path}: expected {nbytes:,} bytes from {start:,} on, found the end"
                 )
             filled += got
-        if stored.digests and hashlib.sha256(buffer).hexdigest() != stored.digests[number]:
+        if self._digest is not None and self._digest(buffer) != stored.digests[number]:
             raise CheckpointError(
                 f"{self._path}: expected what was written, found something else between bytes {start:,} and "
                 f"{start + nbytes:,} (the digest differs): the file is torn or was altered; take another "

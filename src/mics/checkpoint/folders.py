@@ -22,6 +22,7 @@ from mics.errors import CheckpointError
 
 LATEST: Final = "latest"
 _STEP: Final = re.compile(r"step-(\d+)")
+_LEFTOVER: Final = re.compile(r"\.step-\d+\.(partial|removed)")
 
 
 def partial_of(folder: Path) -> Path:
@@ -75,6 +76,14 @@ def prune(root: Path, keep: int | None) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
             (root / step_name(step)).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Remove what runs that were killed have left among the checkpoints of steps."""
+    if root.is_dir():
+        for each in root.iterdir():
+            if _LEFTOVER.fullmatch(each.name):
+                shutil.rmtree(each, ignore_errors=True)
 
 
 def step_name(step: int) -> str:

@@ -57,8 +57,10 @@ class StoredFile:
     """A file of a checkpoint. Without digests it is somebody else's, and cannot be checked."""
 
     nbytes: int
+    digest: str = ""
+    """The kind of its digests."""
     digests: tuple[str, ...] = ()
-    """sha256 of every block of ``block_nbytes``, the last one shorter."""
+    """Of every block of ``block_nbytes``, the last one shorter."""
     block_nbytes: int = BLOCK_NBYTES
 
 
@@ -165,7 +167,12 @@ def _to_json(index: Index) -> dict[str, Any]:
         },
         "aliases": index.aliases,
         "files": {
-            name: {"nbytes": file.nbytes, "block_nbytes": file.block_nbytes, "sha256": file.digests}
+            name: {
+                "nbytes": file.nbytes,
+                "block_nbytes": file.block_nbytes,
+                "digest": file.digest,
+                "digests": file.digests,
+            }
             for name, file in index.files.items()
         },
         "param_groups": index.param_groups,
@@ -189,7 +196,10 @@ def _from_json(found: Mapping[str, Any]) -> Index:
         },
         files={
             name: StoredFile(
-                nbytes=entry["nbytes"], digests=tuple(entry["sha256"]), block_nbytes=entry["block_nbytes"]
+                nbytes=entry["nbytes"],
+                block_nbytes=entry["block_nbytes"],
+                digest=entry["digest"],
+                digests=tuple(entry["digests"]),
             )
             for name, entry in found["files"].items()
         },

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -25,7 +25,7 @@ from mics.checkpoint.foreign import open_checkpoint
 from mics.checkpoint.index import Index, StoredTensor
 from mics.checkpoint.names import is_state, model_names, state_entries
 from mics.checkpoint.random_state import restore_random_state
-from mics.checkpoint.save import finish_saving
+from mics.checkpoint.save import check_real, finish_saving
 from mics.checkpoint.torch_format import IndexReader, PartLoadPlanner, rank_file
 from mics.checkpoint.values import decode
 from mics.contiguous import Contiguous
@@ -55,6 +55,7 @@ def load(
     not have stay as they are, and tensors that the model does not have are ignored.
     """
     engine = engine_of(model)
+    check_real(engine, "mics.load")
     finish_saving(model)
     folder, index = _open(Path(path), engine)
     contents = contents_of(model, engine)
@@ -68,6 +69,8 @@ def load(
     for unit in engine.units:
         unit.settle_params()
     _read(folder, index, wanted.parts, engine)
+    for tensor, place in wanted.strided:
+        tensor.copy_(place)
     for held in contents.params:
         torch.autograd.graph.increment_version(held.shard)  # the units send new values around
     if index.module_state:
@@ -112,6 +115,15 @@ class _Wanted:
     )  # with the name that the checkpoint has for it
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    strided: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and what is read in place of it
+
+    def add_whole(self, tensor: Tensor, name: str, stored: StoredTensor) -> None:
+        place = tensor
+        if not tensor.is_contiguous():
+            place = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            self.strided.append((tensor, place))
+        span, shape = range(tensor.numel()), tuple(tensor.shape)
+        self.add(Part(name=name, shape=shape, span=span, values=place.view(-1), whole=True), name, stored)
 
     def add(self, part: Part, name: str, stored: StoredTensor) -> None:
         if stored.shape != part.shape:
@@ -146,10 +158,7 @@ def _want_model(wanted: _Wanted, contents: Contents, *, strict: bool, base: str)
         known.add(called.stored(name))
         stored = index.find(called.stored(name))
         if stored is not None:
-            assert buffer.is_contiguous(), "buffers are read into place"
-            span = range(buffer.numel())
-            part = Part(name=name, shape=tuple(buffer.shape), span=span, values=buffer.view(-1), whole=True)
-            wanted.add(part, called.stored(name), stored)
+            wanted.add_whole(buffer, called.stored(name), stored)
         elif strict and buffer.numel() > 0:
             wanted.problems.append(f"{name}: expected a buffer of this name, found none")
     if strict:
@@ -178,7 +187,7 @@ def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *
     entries = state_entries(wanted.index, [name for held in contents.params for name in held.names])
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     filled: _Filled = {}
-    sharded: dict[tuple[str, torch.dtype], list[tuple[Held, str, StoredTensor]]] = {}
+    sharded: dict[tuple[str, torch.dtype], list[tuple[Held, str, StoredTensor]]] = {}  # what has no memory
     for held in contents.params:
         own = next((entries[name] for name in held.names if name in entries), {})
         if id(held.shard) not in trained or held.shard.numel() == 0:
@@ -188,9 +197,12 @@ def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *
             if stored.whole or stored.shape != held.shape or (entry == "step" and not stored.shape):
                 value = torch.empty(stored.shape, dtype=stored.dtype)
                 filled.setdefault(id(held.shard), {})[entry] = value
-                span = range(value.numel())
-                part = Part(name=name, shape=stored.shape, span=span, values=value.view(-1), whole=True)
-                wanted.add(part, name, stored)
+                wanted.add_whole(value, name, stored)
+                continue
+            value = optimizer.state.get(held.shard, {}).get(entry)
+            if _fits(value, held, stored):
+                filled.setdefault(id(held.shard), {})[entry] = value
+                wanted.add(held.part(name, value, once=False), name, stored)
             else:
                 sharded.setdefault((entry, stored.dtype), []).append((held, name, stored))
     for (entry, dtype), found in sharded.items():
@@ -205,6 +217,16 @@ def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *
             "optimizer: expected the state of an optimizer, found none; load the model alone"
         )
     return filled
+
+
+def _fits(value: Any, held: Held, stored: StoredTensor) -> TypeGuard[Tensor]:
+    """Whether an optimizer that has stepped before has the very memory that is needed."""
+    return (
+        isinstance(value, Tensor)
+        and (value.shape, value.dtype) == (held.shard.shape, stored.dtype)
+        and value.device == held.shard.device
+        and value.is_contiguous()
+    )
 
 
 def _fill_optimizer(optimizer: Optimizer, contents: Contents, filled: _Filled, index: Index) -> None:

@@ -90,10 +90,9 @@ def save(
     """
     began = time.perf_counter()
     engine = engine_of(model)
-    _check(engine, step=step, keep=keep)
+    check_real(engine, "mics.save")
     finish_saving(model)
-    root = Path(path)
-    job = _prepare(engine, model, optimizer, extra_state or {}, root, step=step, keep=keep)
+    job = _agreed(engine, lambda: _prepare(engine, model, optimizer, extra_state or {}, path, step, keep))
     saving = Saving(job.folder)
     saving.nbytes = sum(part.nbytes for part in job.parts)
     if wait:
@@ -166,7 +165,7 @@ class Job:
             partial, self.parts, rank=self.rank, state=self.state, aliases=aliases, values=self.values
         )
         try:
-            self._together(lambda: folders.begin(self.folder) if self.rank == 0 else None)
+            self._together(lambda: self._begin() if self.rank == 0 else None)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp_save(
@@ -183,6 +182,11 @@ class Job:
         except BaseException:
             self._give_up()
             raise
+
+    def _begin(self) -> None:
+        if self.step is not None:
+            folders.sweep(self.root)
+        folders.begin(self.folder)
 
     def _publish(self, writer: PartWriter) -> None:
         write_index(writer.folder, self._index(writer.reports))
@@ -247,11 +251,12 @@ def _prepare(
     model: nn.Module,
     optimizer: Optimizer | None,
     extra_state: Mapping[str, Any],
-    root: Path,
-    *,
+    path: str | Path,
     step: int | None,
     keep: int | None,
 ) -> Job:
+    _check(step=step, keep=keep)
+    root = Path(path)
     contents = contents_of(model, engine)
     rank = engine.world.rank
     groups = None if optimizer is None else groups_by_name(optimizer, contents)
@@ -290,12 +295,41 @@ def states_of(extra_state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check(engine: Engine, *, step: int | None, keep: int | None) -> None:
+def _agreed(engine: Engine, prepare: Callable[[], Job]) -> Job:
+    """The job of this rank, if all ranks have one and mean the same: one alone would wait for the others."""
+    job, error = None, None
+    try:
+        job = prepare()
+    except Exception as caught:
+        error = caught
+    errors: list[Exception | None] = engine.world.gather_objects(_plain(error))
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(errors):
+        if theirs is not None:
+            raise SettingsError(
+                f"mics.save: expected all ranks to save, found that rank {rank} cannot: {theirs}"
+            )
+    assert job is not None
+    folders_meant = engine.world.gather_objects((str(job.folder.absolute()), job.keep))
+    if len(set(folders_meant)) > 1:
+        raise SettingsError(
+            "mics.save: expected all ranks to give the same path, step and keep, found "
+            f"{sorted(set(folders_meant))}"
+        )
+    return job
+
+
+def check_real(engine: Engine, what: str) -> None:
+    """Raise where there are no other ranks to save with, or to load for."""
     if emulated_cluster() is not None:
         raise SettingsError(
-            "mics.save: expected real ranks, found an emulated cluster: the other ranks' parameters do not "
+            f"{what}: expected real ranks, found an emulated cluster: the other ranks' parameters do not "
             "exist"
         )
+
+
+def _check(*, step: int | None, keep: int | None) -> None:
     if step is not None and step < 0:
         raise SettingsError(f"mics.save: expected a step of 0 or more, found {step}")
     if keep is not None and (keep < 1 or step is None):

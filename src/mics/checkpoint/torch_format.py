@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from mics.checkpoint.archive import Slice, values_position
 from mics.checkpoint.blocks import BlockReader, BlockWriter
 from mics.checkpoint.boxes import Box, boxes_of, pieces, runs
 from mics.checkpoint.contents import Part
@@ -183,20 +182,18 @@ class PartWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         name, chunks, files = f"__{self._rank}_0.distcp", [], {}
         path = self.folder / name
-        with BlockWriter(path) as stream, path.open("rb", buffering=0) as written:
+        with BlockWriter(path) as stream:
             for item in plan.items:
                 start = stream.tell()
                 values = planner.resolve_data(item)
+                chunk = None
                 if isinstance(values, Tensor):
-                    torch.save(values, cast(IO[bytes], stream))
+                    assert item.tensor_data is not None
+                    chunk = StoredChunk(box_of(item.tensor_data.chunk), name, stream.save(values))
                 else:
                     stream.write(values.getbuffer())
-                length = stream.tell() - start
-                chunk = None
-                if item.tensor_data is not None:
-                    position = start + values_position(Slice(written, start, length))
-                    chunk = StoredChunk(box_of(item.tensor_data.chunk), name, position)
-                chunks.append((item.index, _StorageInfo(name, start, length), chunk))
+                info = _StorageInfo(name, start, stream.tell() - start)
+                chunks.append((item.index, info, chunk))
             files[name] = stream.finish()
         name = rank_file(self._rank)
         with BlockWriter(self.folder / name) as stream:

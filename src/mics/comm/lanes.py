@@ -198,9 +198,16 @@ class LanedCollectives:
         self._name = name
         self.size = collectives.size
 
-    def all_gather(self, out: Tensor, shard: Tensor, label: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """``out[c] = shard of member c``."""
-        return self.gather_together([(out, shard)], label, after)
+    def all_gather(
+        self,
+        out: Tensor,
+        shard: Tensor,
+        label: str,
+        after: Sequence[Ticket] = (),
+        then: Job | None = None,
+    ) -> Ticket:
+        """``out[c] = shard of member c``, and ``then`` what is to be done with it."""
+        return self._chain(self._collectives.gather_stages([(out, shard)], label), after, then)
 
     def gather_together(self, pairs: Pairs, label: str, after: Sequence[Ticket] = ()) -> Ticket:
         """``all_gather`` of all pairs (out, shard) as one collective."""

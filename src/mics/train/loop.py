@@ -1,5 +1,6 @@
 """The training loop: join the ranks, build and shard the model, train, then show what came of it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -108,7 +109,7 @@ def _prepare(config: TrainConfig, me: Rank) -> _Run:
 
 
 def _train(run: _Run, console: Console) -> History:
-    config, history = run.config, History()
+    config, history, finite = run.config, History(), True
     with Display(console, num_steps=config.steps) as display, history.recording(config, run.me):
         for step in range(1, config.steps + 1):
             grad_norm, learning_rate = _step(run, step)
@@ -120,6 +121,9 @@ def _train(run: _Run, console: Console) -> History:
                 measurement = run.meter.measure(step, grad_norm=grad_norm, learning_rate=learning_rate)
                 history.add(measurement)
                 display.update(measurement, validation_loss=history.last_validation_loss)
+                if finite and not math.isfinite(measurement.grad_norm):
+                    finite = False  # from here on everything is lost: once is enough
+                    console.print(_describe_nonfinite(step, measurement.grad_norm, run.model))
     return history
 
 
@@ -139,6 +143,12 @@ def _step(run: _Run, step: int) -> tuple[Tensor, float]:
     run.scheduler.step()
     run.meter.add(step_loss)
     return grad_norm, learning_rate
+
+
+def _describe_nonfinite(step: int, grad_norm: float, model: nn.Module) -> str:
+    """Where gradients went wrong. All ranks have the same norm, so all ask together."""
+    units = ", ".join(mics.nonfinite_units(model))
+    return f"step {step}: the gradient norm is {grad_norm}, with gradients that are not finite in {units}"
 
 
 @torch.no_grad()
