@@ -23,15 +23,17 @@ _NUM_AHEAD: Final = 3
 
 
 class BlockWriter:
-    """A stream that torch.save can write to. The disk runs beside the caller."""
+    """A stream that torch.save can write to. Hashing, writing and the disk run beside the caller."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="mics-write")
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="mics-fsync")
         self._name = best_digest()
         self._digest = digest_of(self._name)
-        self._block = bytearray(BLOCK_NBYTES)  # what has not been hashed yet
+        self._block = bytearray(BLOCK_NBYTES)  # that is being filled
         self._filled = 0
+        self._leaving: deque[tuple[Future[str], bytearray]] = deque()  # blocks that are being written
         self._digests: list[str] = []
         self._nbytes = 0
         self._unflushed = 0
@@ -45,28 +47,24 @@ class BlockWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._writer.shutdown()
         self._disk.shutdown()
         self._file.close()
 
     def write(self, content: Any) -> int:
-        """Write and hash bytes; what they lie in may be used again after that."""
+        """Take bytes; what they lie in may be used again after that."""
         view = memoryview(content).cast("B")
         if self._watched and len(view) and np.frombuffer(view, np.uint8).ctypes.data == self._watched:
             self._seen_at, self._watched = self._nbytes, 0
         self._nbytes += len(view)
         left = view
         while len(left):
-            whole = BLOCK_NBYTES if self._filled == 0 and len(left) >= BLOCK_NBYTES else 0
-            if whole:
-                self._put(left[:whole])
-                left = left[whole:]
-                continue
             part = left[: BLOCK_NBYTES - self._filled]
             self._block[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             left = left[len(part) :]
             if self._filled == BLOCK_NBYTES:
-                self._put_rest()
+                self._send_block()
         return len(view)
 
     def tell(self) -> int:
@@ -87,23 +85,33 @@ class BlockWriter:
 
     def finish(self) -> StoredFile:
         """Have everything on disk; what the index needs to know."""
-        self._put_rest()
+        if self._filled:
+            self._send_block()
+        while self._leaving:
+            self._await_block()
         if self._flushing is not None:
             self._flushing.result()
         os.fsync(self._file.fileno())
         return StoredFile(nbytes=self._nbytes, digest=self._name, digests=tuple(self._digests))
 
-    def _put_rest(self) -> None:
-        if self._filled:
-            self._put(memoryview(self._block)[: self._filled])
-            self._filled = 0
+    def _send_block(self) -> None:
+        block, filled = self._block, self._filled
+        self._leaving.append((self._writer.submit(self._put, memoryview(block)[:filled]), block))
+        self._block = self._await_block() if len(self._leaving) == _NUM_AHEAD else bytearray(BLOCK_NBYTES)
+        self._filled = 0
 
-    def _put(self, block: memoryview) -> None:
-        self._digests.append(self._digest(block))
+    def _await_block(self) -> bytearray:
+        """Wait for the oldest block, or raise what prevented it; its memory is free again."""
+        future, block = self._leaving.popleft()
+        self._digests.append(future.result())
+        return block
+
+    def _put(self, block: memoryview) -> str:
         written = 0
         while written < len(block):
             written += self._file.write(block[written:])
         self._flush_beside(written)
+        return self._digest(block)
 
     def _flush_beside(self, nbytes: int) -> None:
         """Keep the disk busy: left to itself the system begins late, and the end waits for all of it."""

@@ -110,11 +110,16 @@ class PartSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._pickled[write_item.index.fqn])
-        # With memory of its own: torch.save would write all of the buffer that it lies in.
-        values = self._values[write_item.index].to("cpu", copy=True)
+        values = _alone(self._values[write_item.index].to("cpu"))
         if self._progress is not None:
             self._progress(values.nbytes)
         return values
+
+
+def _alone(values: Tensor) -> Tensor:
+    """The same memory as a storage of its own: torch.save would write all of the buffer that it lies in."""
+    flat = torch.from_numpy(values.reshape(-1).view(torch.uint8).numpy())
+    return flat.view(values.dtype).view(values.shape)
 
 
 def _items_of(part: Part) -> Iterator[tuple[Box, Tensor]]:
