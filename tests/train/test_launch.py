@@ -48,7 +48,7 @@ def test_gpus_that_are_not_there_are_an_error() -> None:
 def test_each_node_is_one_torchrun(tmp_path: Path) -> None:
     """Agents differ in the node's number alone; only rank 0's stdout stays on the terminal."""
     first, second = (
-        agent_command(TWO_BY_TWO, node=node, port=1234, log_dir=tmp_path, args=["--steps", "3"])
+        agent_command(TWO_BY_TWO, node=node, port=1234, log_dir=tmp_path, args=["--steps", "3"], job="j")
         for node in (0, 1)
     )
     assert first[1:3] == ["-m", "torch.distributed.run"]

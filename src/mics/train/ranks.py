@@ -1,17 +1,24 @@
 """A process becomes a rank: which device is its own, and how it joins the others."""
 
+import ctypes
 import math
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from mics.comm import join_world
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings
+
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +79,22 @@ def share_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
     environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
+def die_with_launcher(environ: Mapping[str, str]) -> None:
+    """Have the kernel end this process when torchrun's agent is gone, even one that is stopped.
+
+    A rank that outlives its agent holds its GPU and its port, and nobody would ever end it.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextmanager
 def joined(settings: LaunchSettings) -> Iterator[Rank]:
     """Join the other ranks, and leave them in order.
 
     After an error the process just ends: leaving would wait for ranks that wait for this one.
     """
+    die_with_launcher(os.environ)
     me = read_rank(settings, environ=os.environ, num_gpus=torch.cuda.device_count())
     on_gpu = me.device.type == "cuda"
     if on_gpu:
@@ -90,5 +107,6 @@ def joined(settings: LaunchSettings) -> Iterator[Rank]:
         device_id=me.device if on_gpu else None,
     )
     yield me
-    dist.barrier()
+    with join_world().naming("barrier", "the end"):
+        dist.barrier()
     dist.destroy_process_group()
