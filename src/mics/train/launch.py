@@ -1,8 +1,8 @@
 """Starting the ranks of ``mics train`` on this machine: one torchrun agent for each node it plays.
 
 Rank 0 keeps the terminal. Everything else a rank prints goes to its own file under ``<run>/logs``, and when
-ranks fail, the one that failed first is shown (see ``failures``). With checkpoints, all ranks are started again
-after that, and go on from the latest.
+ranks fail, the one that failed first is shown (see ``failures``). With checkpoints, all ranks are then
+started again, and go on from the latest.
 """
 
 import math
