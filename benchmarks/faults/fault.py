@@ -44,28 +44,28 @@ class Fault:
         )
 
 
-def draw_faults(seed: int, *, num_faults: int, num_steps: int, interval: int, num_ranks: int) -> list[Fault]:
+def draw_faults(
+    seed: int, *, num_faults: int, num_steps: int, interval: int, num_ranks: int, kinds: Sequence[str]
+) -> list[Fault]:
     """Faults at random points of a run, in the order in which it comes by them.
 
-    Each is later than the one before: a run that goes on from a checkpoint passes all steps after it again.
+    Each is later than the one before by more than an interval: whatever checkpoint the run goes on from, it
+    comes by the next one. Those in a save are at the steps that are saved.
     """
     dice = random.Random(seed)
-    steps = sorted(dice.sample(range(2, num_steps), num_faults))
-    return [_draw(dice, step, interval=interval, num_steps=num_steps, num_ranks=num_ranks) for step in steps]
-
-
-def _draw(dice: random.Random, step: int, *, interval: int, num_steps: int, num_ranks: int) -> Fault:
-    kind = dice.choices(list(KINDS), weights=[5, 2, 1, 2, 2])[0]
-    moment = dice.choice(list(MOMENTS))
-    if kind == "loop":
-        moment = "forward"  # where data would be waited for
-    rank = dice.randrange(num_ranks)
-    if moment in ("save", "latest"):
-        # The first save from this step on. The last step has one too, and nothing comes after it.
-        step = min(-(-step // interval) * interval, num_steps - num_steps % interval)
-    if moment == "latest":
-        rank = 0  # who moves it
-    return Fault(kind=kind, moment=moment, step=step, rank=rank)
+    room = num_steps // num_faults
+    faults = []
+    for number in range(num_faults):
+        kind = dice.choice(list(kinds))
+        moment = "forward" if kind == "loop" else dice.choice(list(MOMENTS))  # it waits for data for ever
+        step = dice.randrange(max(2, number * room + 1), (number + 1) * room)
+        if moment in ("save", "latest"):
+            step = min(-(-step // interval) * interval, (num_steps - 1) // interval * interval)
+        if faults:
+            step = max(step, faults[-1].step + (interval if moment in ("save", "latest") else 1))
+        rank = 0 if moment == "latest" else dice.randrange(num_ranks)  # who moves it
+        faults.append(Fault(kind=kind, moment=moment, step=step, rank=rank))
+    return faults
 
 
 def encode(faults: Sequence[Fault], marks: str) -> str:

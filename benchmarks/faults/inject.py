@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -22,18 +23,18 @@ class Injector:
         self._rank = rank
         self.step = 0
 
-    def pending(self, moment: str) -> tuple[int, Fault] | None:
+    def pending(self, moment: str, step: int) -> tuple[int, Fault] | None:
         """The next fault, if it is due now, on whatever rank."""
         for number, fault in enumerate(self._faults):
             if not self._mark(number).exists():
-                return (number, fault) if (fault.moment, fault.step) == (moment, self.step) else None
+                return (number, fault) if (fault.moment, fault.step) == (moment, step) else None
         return None
 
     def is_victim(self, fault: Fault) -> bool:
         return fault.rank == self._rank
 
-    def fire_if_due(self, moment: str) -> None:
-        found = self.pending(moment)
+    def fire_if_due(self, moment: str, step: int | None = None) -> None:
+        found = self.pending(moment, self.step if step is None else step)
         if found is not None and self.is_victim(found[1]):
             self.fire(*found)
 
@@ -85,7 +86,7 @@ def inject() -> None:
         return result
 
     def in_collective(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = injector.pending("collective")
+        found = injector.pending("collective", injector.step)
         if found is not None:
             if injector.is_victim(found[1]):
                 threading.Timer(0.02, injector.fire, found).start()
@@ -94,12 +95,13 @@ def inject() -> None:
         return original(self, *args, **kwargs)
 
     def in_write(original: Callable[..., Any], self: Any, content: Any) -> Any:
-        injector.fire_if_due("save")
+        if self.tell() > 0:  # in the middle of its file, of which something is on disk
+            injector.fire_if_due("save", _step_of(self._file.name))
         return original(self, content)
 
     def moving_latest(original: Callable[..., Any], root: Path, name: str) -> None:
         (root / "latest.tmp").write_text(name[: len(name) // 2])  # as it is found after a crash in between
-        injector.fire_if_due("latest")
+        injector.fire_if_due("latest", _step_of(name))
         original(root, name)
 
     _around(Batches, "train", note_step)
@@ -108,6 +110,12 @@ def inject() -> None:
     _around(blocks.BlockWriter, "write", in_write)
     _around(folders, "point_latest", moving_latest)
     assert save.folders is folders
+
+
+def _step_of(path: object) -> int:
+    """The step of a checkpoint by the name of its folder; training is ahead of what is being written."""
+    found = re.search(r"step-(\d+)", str(path))
+    return -1 if found is None else int(found[1])
 
 
 def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -87,6 +87,11 @@ class Job:
                     found[row["step"], kind] = row[kind]
         return found
 
+    def stalls(self) -> list[float]:
+        """Seconds for which training stood still at each save that rank 0 has recorded."""
+        rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        return [row["checkpoint_stall_seconds"] for row in rows if "checkpoint_stall_seconds" in row]
+
     def _start(self, more: Sequence[str], *, timeout_s: float) -> int:
         command = [sys.executable, "-m", "mics.cli", "train"]
         command += ["--output-dir", str(self.folder), "--name", "job", *SMALL, *self.args, *more]

@@ -83,6 +83,12 @@ class Failure:
         return (self.exit_code >= 0, self.is_consequence, self.time_ns)
 
 
+def is_told(failures: Sequence[Failure], *, num_ranks: int) -> bool:
+    """Whether every rank has failed, or is the one that the others waited for."""
+    ranks = {failure.rank for failure in failures} | {r for failure in failures for r in failure.missing}
+    return len(ranks) == num_ranks
+
+
 def describe_failures(failures: Sequence[Failure], agent_codes: Sequence[int | None]) -> str:
     """What happened, in one sentence: who failed and how, and where the others were."""
     waiting = [failure for failure in failures if failure.collective is not None]

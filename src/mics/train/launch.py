@@ -28,12 +28,14 @@ from mics.checkpoint.folders import latest_in
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings, TrainConfig
 from mics.train.data import load_text
-from mics.train.failures import ERROR_FILES, describe_failures, find_failures, report_failure
+from mics.train.failures import ERROR_FILES, describe_failures, find_failures, is_told, report_failure
 from mics.train.stopping import LEFT_CODE
 
 _POLL_SECONDS: Final = 0.1
-# When one node has failed, the others need a moment to fail by themselves and say why.
+# When one rank has failed, the others need a moment to fail by themselves and say why.
 _GRACE_SECONDS: Final = 12.0
+# And less once all of them have, but for the one they waited for: it may never end by itself.
+_LAST_SECONDS: Final = 4.0
 # To save and leave: an agent that was told to stop gives its ranks 30 seconds before it kills them.
 _STOP_SECONDS: Final = 40.0
 
@@ -210,7 +212,7 @@ class _Job:
                         self.plan, node=node, port=port, log_dir=log_dir, args=self.args, job=self.name
                     )
                     agents.append(_start_agent(command, node, self.plan, log_dir))
-                failed = _wait(agents, log_dir)
+                failed = _wait(agents, log_dir, self.plan)
                 codes = [agent.poll() for agent in agents]
         except _Interrupt as interrupt:
             signum = interrupt.signum
@@ -245,9 +247,9 @@ def _start_agent(command: list[str], node: int, plan: LaunchPlan, log_dir: Path)
         )
 
 
-def _wait(agents: Sequence[subprocess.Popen[bytes]], log_dir: Path) -> bool:
+def _wait(agents: Sequence[subprocess.Popen[bytes]], log_dir: Path, plan: LaunchPlan) -> bool:
     """Wait until all agents are done, or a rank has failed and the others had a moment to notice."""
-    deadline = math.inf
+    deadline, told = math.inf, False
     while time.monotonic() < deadline:
         codes = [agent.poll() for agent in agents]
         if None not in codes:
@@ -256,6 +258,10 @@ def _wait(agents: Sequence[subprocess.Popen[bytes]], log_dir: Path) -> bool:
         failed = any(code not in (None, 0) for code in codes) or any(log_dir.glob(ERROR_FILES))
         if deadline == math.inf and failed:
             deadline = time.monotonic() + _GRACE_SECONDS
+        if failed and not told:
+            failures = find_failures(log_dir, ranks_per_node=plan.ranks_per_node)
+            told = is_told(failures, num_ranks=plan.num_ranks)
+            deadline = min(deadline, time.monotonic() + (_LAST_SECONDS if told else math.inf))
         time.sleep(_POLL_SECONDS)
     return any(agent.poll() != 0 for agent in agents)
 

@@ -107,6 +107,9 @@ def joined(settings: LaunchSettings) -> Iterator[Rank]:
         device_id=me.device if on_gpu else None,
     )
     yield me
-    with join_world().naming("barrier", "the end"):
+    world = join_world()
+    if world.liveness is not None:
+        world.liveness.close()  # while the store is there
+    with world.naming("barrier", "the end"):
         dist.barrier()
     dist.destroy_process_group()
