@@ -92,8 +92,8 @@ def _row(number: str, seen: Observation, *, asynchronous: bool, equal: bool) -> 
 def _summary(stalls: Sequence[float], *, num_faults: int, num_bad: int) -> str:
     return (
         f"{num_faults} faults, {num_faults - num_bad} of them with all losses equal to the bit. Stall for an "
-        f"asynchronous save: median {statistics.median(stalls) * 1e3:.0f} ms, longest {max(stalls) * 1e3:.0f} ms "
-        f"({len(stalls)} saves)."
+        f"asynchronous save: median {statistics.median(stalls) * 1e3:.0f} ms, longest "
+        f"{max(stalls) * 1e3:.0f} ms ({len(stalls)} saves)."
     )
 
 

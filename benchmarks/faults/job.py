@@ -95,26 +95,21 @@ class Job:
     def _start(self, more: Sequence[str], *, timeout_s: float) -> int:
         command = [sys.executable, "-m", "mics.cli", "train"]
         command += ["--output-dir", str(self.folder), "--name", "job", *SMALL, *self.args, *more]
-        process = subprocess.Popen(
-            command,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None and process.stderr is not None
-        readers = [
-            threading.Thread(target=self._read, args=(process.stdout, False)),
-            threading.Thread(target=self._read, args=(process.stderr, True)),
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            return process.wait(timeout=timeout_s)
-        finally:
-            process.terminate()  # where it is not over
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, env=self._environment(), text=True, **pipes) as process:
+            assert process.stdout is not None and process.stderr is not None
+            readers = [
+                threading.Thread(target=self._read, args=(process.stdout, False)),
+                threading.Thread(target=self._read, args=(process.stderr, True)),
+            ]
             for reader in readers:
-                reader.join()
+                reader.start()
+            try:
+                return process.wait(timeout=timeout_s)
+            finally:
+                process.terminate()  # where it is not over
+                for reader in readers:
+                    reader.join()
 
     def _environment(self) -> dict[str, str]:
         path = [str(Path(__file__).parent / "injected"), str(REPOSITORY / "src"), str(REPOSITORY)]

@@ -5,61 +5,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from benchmarks.faults.fault import KINDS, MOMENTS, Fault, decode, draw_faults, encode
-from benchmarks.faults.job import Job
+from benchmarks.faults.job import SMALL, Job
 
-ARGS = ["--steps", "20", "--checkpoint.interval", "4", "--launch.ranks-per-node", "1"]
+from mics.train.launch import _free_port
+from tests.ranks import run_ranks
+from tests.train.rank_runs import train
+
+ARGS = ["--steps", "20", "--checkpoint.interval", "4"]
 FAULTS = [
     Fault(kind="kill", moment="collective", step=7, rank=1),
     Fault(kind="stop", moment="save", step=12, rank=0),
     Fault(kind="node", moment="backward", step=15, rank=1),
-    Fault(kind="term", moment="forward", step=18, rank=0),
 ]
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job]]:
-    """The reference, and a run that is killed, hangs, loses a node and is asked to leave."""
-    reference = Job(folder=tmp_path_factory.mktemp("reference"), args=ARGS)
-    job = Job(
-        folder=tmp_path_factory.mktemp("faults"), args=[*ARGS, "--launch.max-restarts", "5"], faults=FAULTS
-    )
-    assert reference.run() == 0, reference.output
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run that is killed inside a collective, hangs in a save, and loses a node."""
+    args = [*ARGS, "--launch.nodes", "2", "--launch.ranks-per-node", "1"]
+    job = Job(folder=tmp_path_factory.mktemp("faults"), args=args, faults=FAULTS)
     assert job.run() == 0, job.output
-    yield reference, job
+    return job
 
 
 @pytest.mark.slow
-def test_every_loss_is_the_uninterrupted_one_to_the_bit(jobs: tuple[Job, Job]) -> None:
+def test_every_loss_is_the_uninterrupted_one_to_the_bit(job: Job, tmp_path: Path) -> None:
     """Each step's loss and each validation is there once and equal; dropout and all."""
-    reference, job = jobs
+    reference = Job(folder=tmp_path, args=ARGS)
+    args = ["--output-dir", str(tmp_path), "--name", "job", *SMALL, *ARGS]
+    run_ranks(2, train, _free_port(), args, launch="variables", ranks_per_node=1)
     assert len(job.observations) == len(FAULTS), job.output
     assert job.losses() == reference.losses()
 
 
 @pytest.mark.slow
-def test_each_failure_is_one_line_that_names_the_rank_and_the_collective(jobs: tuple[Job, Job]) -> None:
+def test_each_failure_is_one_line_that_names_the_rank_and_the_collective(job: Job) -> None:
     """What is said at each restart; and that it went on from what `latest` named, which was whole."""
-    _, job = jobs
-    killed, stopped, node, left = job.observations
+    killed, stopped, node = job.observations
     assert "rank 1 (node 1) was ended by SIGKILL; rank 0 was in " in killed.message
     assert "the others waited in vain for rank 0; rank 1 was in " in stopped.message
     assert "node 1 is gone: its agent was ended by SIGKILL" in node.message
-    assert left.latest == f"step-{left.resumed_step}" and (left.resumed_step or 0) >= 18
-    for each in (killed, stopped, node):
+    for each in job.observations:
         where = f"from {each.latest}" if each.latest else "from the beginning"
         assert f"starting all ranks again, {where} (restart " in each.message
         assert each.resumed_step == int(each.latest.removeprefix("step-") or 0)
 
 
 @pytest.mark.slow
-def test_the_others_notice_in_time(jobs: tuple[Job, Job]) -> None:
-    """A dead peer at once, a silent one when the timeout of 10 s has passed; each and the time to ask around."""
-    _, job = jobs
-    killed, stopped, node, _ = job.observations
+def test_the_others_notice_in_time(job: Job) -> None:
+    """A dead peer at once, a silent one after the timeout of 10 s; and the time to ask who is gone."""
+    killed, stopped, node = job.observations
     for each, limit in ((killed, 10.0), (node, 10.0), (stopped, 20.0)):
         assert each.noticed_seconds is not None and each.noticed_seconds < limit, each
 
