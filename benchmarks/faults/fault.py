@@ -12,11 +12,11 @@ VARIABLE: Final = "MICS_TEST_FAULTS"
 """Where the ranks find the faults: a JSON object with the folder of marks and the list of faults."""
 
 KINDS: Final = {
-    "kill": "SIGKILL of the rank",
-    "stop": "SIGSTOP of the rank",
-    "loop": "endless loop in the rank",
+    "kill": "SIGKILL of rank",
+    "stop": "SIGSTOP of rank",
+    "loop": "endless loop in rank",
     "node": "SIGKILL of the node",
-    "term": "SIGTERM to the rank",
+    "term": "SIGTERM to rank",
 }
 MOMENTS: Final = {
     "forward": "in forward",

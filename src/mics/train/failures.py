@@ -177,7 +177,10 @@ def find_failures(log_dir: Path, *, ranks_per_node: int) -> list[Failure]:
 def _read_traceback(node_dir: Path, local_rank: int) -> tuple[str, int]:
     """The traceback a rank recorded and when, or the end of what it printed if it could not record one."""
     for file in node_dir.glob(f"*/attempt_*/{local_rank}/error.json"):
-        message = json.loads(file.read_text())["message"]
+        try:
+            message = json.loads(file.read_text())["message"]
+        except json.JSONDecodeError:  # being written, or cut off by a signal
+            continue
         trace = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
         return str(trace), file.stat().st_mtime_ns
     for file in node_dir.glob(f"*/attempt_*/{local_rank}/stderr.log"):

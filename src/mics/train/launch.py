@@ -216,7 +216,8 @@ class _Job:
                 codes = [agent.poll() for agent in agents]
         except _Interrupt as interrupt:
             signum = interrupt.signum
-        _stop(agents, patience=_STOP_SECONDS if signum is not None else 0.0)
+        finally:  # whatever happened, nothing stays behind
+            _stop(agents, patience=_STOP_SECONDS if signum is not None else 0.0)
         return _Ending(log_dir=log_dir, agent_codes=codes, failed=failed, signum=signum)
 
 
