@@ -6,10 +6,15 @@ import contextlib
 import io
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from benchmarks.faults.job import SMALL, Job
+
+from mics.train.launch import _free_port
+from tests.ranks import run_ranks
 
 ARGS = [
     *("--launch.device", "cpu", "--launch.timeout-seconds", "20", "--steps", "12"),
@@ -84,3 +89,10 @@ def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None
         yield
     finally:
         setattr(owner, name, original)
+
+
+def reference_losses(folder: Path, args: Sequence[str]) -> dict[tuple[int, str], float]:
+    """Of a job of `benchmarks.faults` that nothing happens to: on two ranks, each a node."""
+    given = ["--output-dir", str(folder), "--name", "job", *SMALL, "--sharding.partition-size", "1", *args]
+    run_ranks(2, train, _free_port(), given, launch="variables", ranks_per_node=1)
+    return Job(folder=folder, args=args).losses()

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks.faults.fault import KINDS, MOMENTS, Fault, decode, draw_faults, encode
-from benchmarks.faults.job import SMALL, Job
+from benchmarks.faults.job import Job
 
-from mics.train.launch import _free_port
-from tests.ranks import run_ranks
-from tests.train.rank_runs import train
+from tests.train.rank_runs import reference_losses
 
 ARGS = ["--steps", "20", "--checkpoint.interval", "4"]
 FAULTS = [
@@ -35,11 +33,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.mark.slow
 def test_every_loss_is_the_uninterrupted_one_to_the_bit(job: Job, tmp_path: Path) -> None:
     """Each step's loss and each validation is there once and equal; dropout and all."""
-    reference = Job(folder=tmp_path, args=ARGS)
-    args = ["--output-dir", str(tmp_path), "--name", "job", *SMALL, *ARGS]
-    run_ranks(2, train, _free_port(), args, launch="variables", ranks_per_node=1)
     assert len(job.observations) == len(FAULTS), job.output
-    assert job.losses() == reference.losses()
+    assert job.losses() == reference_losses(tmp_path, ARGS)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,7 @@ from benchmarks.cluster.requirements import examine, reason_against
 from benchmarks.faults.job import SMALL, Job
 
 from mics.train.launch import _free_port
-from tests.ranks import run_ranks
-from tests.train.rank_runs import train
+from tests.train.rank_runs import reference_losses
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
@@ -40,13 +39,6 @@ def last_step(run_dir: Path) -> int:
         return max((json.loads(line)["step"] for line in lines), default=0)
     except json.JSONDecodeError:  # the last line is being written
         return 0
-
-
-def reference_losses(folder: Path, args: Sequence[str]) -> dict[tuple[int, str], float]:
-    """Of the same run on ranks of the pool, one on each of two nodes."""
-    given = ["--output-dir", str(folder), "--name", "job", *SMALL, *args]
-    run_ranks(2, train, _free_port(), given, launch="variables", ranks_per_node=1)
-    return Job(folder=folder, args=args).losses()
 
 
 @pytest.fixture
