@@ -12,6 +12,7 @@ end every loss is compared with the reference, bit for bit.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import statistics
 import sys
@@ -82,7 +83,7 @@ def _row(number: str, seen: Observation, *, asynchronous: bool, equal: bool) -> 
     if seen.fault.moment in ("save", "latest"):
         moment += ", beside the training" if asynchronous else ", training stands still"
     noticed = "" if seen.noticed_seconds is None else f"{seen.noticed_seconds:.1f}"
-    message = seen.message.split("; starting all ranks again")[0]
+    message = re.sub(r"\S+/checkpoints/", "", seen.message.split("; starting all ranks again")[0])
     return (
         f"| {number} | {seen.fault.describe()} | step {seen.fault.step}, {moment} | {noticed} | "
         f"{seen.over_seconds:.1f} | {message} | {seen.resumed_step} | {'yes' if equal else 'NO'} |"

@@ -45,10 +45,10 @@ class Stopping:
         self._agreed = threading.Event()
         self._last_step = 0  # once agreed
         self._closed = threading.Event()
-        self._signals, self._wakeup = socket.socketpair()
         self._first_signal: float | None = None
 
     def __enter__(self) -> Self:
+        self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         # Python runs handlers in the main thread, which may wait in a collective: bytes arrive at once.
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -64,7 +64,10 @@ class Stopping:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup)
-        self._thread.join(timeout=2 * _POLL_SECONDS)
+        self._thread.join(timeout=4 * _POLL_SECONDS)
+        if not self._thread.is_alive():  # else it waits for a store that does not answer
+            self._signals.close()
+            self._wakeup.close()
 
     def may_begin(self, step: int) -> bool:
         """Whether this rank takes part in ``step``; the same answer on all ranks."""
