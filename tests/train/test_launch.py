@@ -9,7 +9,14 @@ import torch
 
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings, ShardingSettings, TrainConfig
-from mics.train.failures import Failure, describe_failures, find_failures, is_told, report_failure
+from mics.train.failures import (
+    Failure,
+    describe_failures,
+    find_failures,
+    is_hopeless,
+    is_told,
+    report_failure,
+)
 from mics.train.launch import LaunchPlan, agent_command, agent_environment, launch, plan_launch
 from mics.train.ranks import read_rank, share_gpu
 
@@ -215,6 +222,16 @@ def test_what_is_not_worth_another_start(tmp_path: Path) -> None:
     final, left = _failures(tmp_path)
     assert final.is_final and not left.is_final
     assert left.left and not final.left
+    assert is_hopeless([final], began=True) and not is_hopeless([left], began=True)
+
+
+def test_an_error_before_training_is_not_tried_again(tmp_path: Path) -> None:
+    """A module that is missing stays missing; a rank that was killed, or lost another, may have luck."""
+    _write_failure(tmp_path, 0, 0, 1, "Traceback\nModuleNotFoundError: No module named 'numpi'", 10)
+    _write_failure(tmp_path, 1, 0, 1, LOST, 10)
+    own, lost = _failures(tmp_path)
+    assert is_hopeless([own, lost], began=False) and not is_hopeless([own, lost], began=True)
+    assert not is_hopeless([lost], began=False) and not is_hopeless([], began=False)
 
 
 def test_ranks_the_launcher_stopped_are_not_failures(tmp_path: Path) -> None:

@@ -89,6 +89,16 @@ def test_a_torn_checkpoint_is_passed_over(reference: Path, tmp_path: Path) -> No
     assert f"warning: {torn}: expected what was written" in shown
     assert f"going back to {copy}/checkpoints/step-4" in shown
     assert rows(copy) == rows(reference)
+    assert (tmp_path / "demo/checkpoints.previous/step-8").is_dir(), "nothing is thrown away unasked"
+
+
+def test_going_back_makes_the_steps_after_it_history(reference: Path, tmp_path: Path) -> None:
+    """A run that is taken up at an earlier step of its own must not be restarted from a later one."""
+    copy = copied(reference, tmp_path, last_step=8)
+    code, _ = run(tmp_path, *DROPOUT, "--checkpoint.resume", str(copy / "checkpoints" / "step-4"))
+    assert code == 0
+    assert (tmp_path / "demo/checkpoints.previous/step-8").is_dir()
+    assert rows(copy) == rows(reference)
 
 
 @pytest.mark.parametrize("world", [2, 8])

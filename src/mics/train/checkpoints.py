@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mics
-from mics.checkpoint.folders import find_checkpoint, latest_in, step_name, steps_in
+from mics.checkpoint.folders import find_checkpoint, latest_in, point_latest, step_name, steps_in
 from mics.comm import join_world
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing
@@ -124,6 +124,8 @@ class Checkpoints:
         if dealing.num_ranks != self._me.num_ranks:
             # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
             torch.manual_seed(self._config.seed + step)
+        if own and self._me.rank == 0:
+            _forget_later(self._config.checkpoint_dir, folder)
         self._tell(f"going on from {folder}, after step {step}")
         self._saved_step = step if own else -1
         return Resumed(step=step, folder=folder, dealing=dealing, own=own)
@@ -201,8 +203,27 @@ def _note_job(config: TrainConfig, environ: Mapping[str, str]) -> None:
 
 def _move_aside(folder: Path) -> None:
     """Make room for a new run's checkpoints. Those of the run before stay, until there is one more."""
-    if not steps_in(folder):
-        return
-    previous = folder.with_name(folder.name + ".previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    folder.rename(previous)
+    if steps_in(folder):
+        folder.rename(_emptied(_previous_of(folder)))
+
+
+def _forget_later(folder: Path, chosen: Path) -> None:
+    """Let ``chosen`` be the latest. Those after it are torn, or of a course that is not taken again."""
+    steps = steps_in(folder)
+    chosen_step = next((step for step in steps if step_name(step) == chosen.name), None)
+    later = [] if chosen_step is None else [step for step in steps if step > chosen_step]
+    if later:
+        point_latest(folder, chosen.name)
+        previous = _emptied(_previous_of(folder))
+        for step in later:
+            (folder / step_name(step)).rename(previous / step_name(step))
+
+
+def _previous_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".previous")
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

@@ -83,6 +83,18 @@ class Failure:
         return (self.exit_code >= 0, self.is_consequence, self.time_ns)
 
 
+def is_hopeless(failures: Sequence[Failure], *, began: bool) -> bool:
+    """Whether another start would end the same way.
+
+    Settings do, and so does an error of a rank's own before training began; one that comes later need not.
+    """
+    first = min(failures, key=lambda failure: failure.blame, default=None)
+    if first is None:
+        return False
+    own = first.exit_code > 0 and not first.is_consequence
+    return any(failure.is_final for failure in failures) or (own and not began)
+
+
 def is_told(failures: Sequence[Failure], *, num_ranks: int) -> bool:
     """Whether every rank has failed, or is the one that the others waited for."""
     ranks = {failure.rank for failure in failures} | {r for failure in failures for r in failure.missing}

@@ -5,6 +5,8 @@ ranks fail, the one that failed first is shown (see ``failures``). With checkpoi
 started again, and go on from the latest.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import shutil
@@ -28,7 +30,14 @@ from mics.checkpoint.folders import latest_in
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings, TrainConfig
 from mics.train.data import load_text
-from mics.train.failures import ERROR_FILES, describe_failures, find_failures, is_told, report_failure
+from mics.train.failures import (
+    ERROR_FILES,
+    describe_failures,
+    find_failures,
+    is_hopeless,
+    is_told,
+    report_failure,
+)
 from mics.train.stopping import LEFT_CODE
 
 _POLL_SECONDS: Final = 0.1
@@ -148,7 +157,7 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
         if any(failure.left for failure in failures):
             _say(f"a rank was asked to leave; all ranks have left{_saved(config)}")
             return LEFT_CODE
-        if restart == config.max_restarts or any(failure.is_final for failure in failures):
+        if restart == config.max_restarts or is_hopeless(failures, began=_began(config, ending)):
             return report_failure(ending.log_dir, ranks_per_node=plan.ranks_per_node)
         _say(
             f"{describe_failures(failures, ending.agent_codes)}; starting all ranks again, "
@@ -156,6 +165,12 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
             f"logs are in {ending.log_dir})"
         )
     raise AssertionError("counting ends never")
+
+
+def _began(config: TrainConfig, ending: _Ending) -> bool:
+    """Whether the ranks of an attempt came to train: the first thing they do then is to open this file."""
+    metrics = config.run_dir / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_mtime >= ending.start_time
 
 
 def _saved(config: TrainConfig) -> str:
@@ -182,6 +197,7 @@ class _Ending:
     """How the agents of one attempt ended."""
 
     log_dir: Path
+    start_time: float
     agent_codes: list[int | None]
     failed: bool
     signum: int | None
@@ -201,7 +217,7 @@ class _Job:
     def run(self, log_dir: Path) -> _Ending:
         """One attempt. When it returns, no process of it is left."""
         log_dir.mkdir(parents=True)
-        port = _free_port()
+        port, start_time = _free_port(), time.time()
         agents: list[subprocess.Popen[bytes]] = []
         codes: list[int | None] = []
         failed, signum = False, None
@@ -218,7 +234,9 @@ class _Job:
             signum = interrupt.signum
         finally:  # whatever happened, nothing stays behind
             _stop(agents, patience=_STOP_SECONDS if signum is not None else 0.0)
-        return _Ending(log_dir=log_dir, agent_codes=codes, failed=failed, signum=signum)
+        return _Ending(
+            log_dir=log_dir, start_time=start_time, agent_codes=codes, failed=failed, signum=signum
+        )
 
 
 def _check(config: TrainConfig, plan: LaunchPlan) -> None:
