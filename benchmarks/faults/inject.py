@@ -64,7 +64,7 @@ class Injector:
 
 def inject() -> None:
     """Patch the functions that mark the moments."""
-    from mics.checkpoint import blocks, folders, save
+    from mics.checkpoint import blocks, folders
     from mics.comm.group import GroupCollectives
     from mics.models.gpt import Block
     from mics.train.data import Batches
@@ -109,7 +109,6 @@ def inject() -> None:
     _around(GroupCollectives, "_call", in_collective)
     _around(blocks.BlockWriter, "write", in_write)
     _around(folders, "point_latest", moving_latest)
-    assert save.folders is folders
 
 
 def _step_of(path: object) -> int:

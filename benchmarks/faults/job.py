@@ -96,7 +96,7 @@ class Job:
         command = [sys.executable, "-m", "mics.cli", "train"]
         command += ["--output-dir", str(self.folder), "--name", "job", *SMALL, *self.args, *more]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, env=self._environment(), text=True, **pipes) as process:
+        with subprocess.Popen(command, env=self.environment(), text=True, **pipes) as process:
             assert process.stdout is not None and process.stderr is not None
             readers = [
                 threading.Thread(target=self._read, args=(process.stdout, False)),
@@ -111,7 +111,8 @@ class Job:
                 for reader in readers:
                     reader.join()
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """What makes the ranks meet the faults."""
         path = [str(Path(__file__).parent / "injected"), str(REPOSITORY / "src"), str(REPOSITORY)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         return (

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.cluster.launch import host_environment, torchrun_argv
 from benchmarks.cluster.network import NamespaceCluster, remove_namespaces
 from benchmarks.cluster.requirements import examine, reason_against
+from benchmarks.faults.fault import Fault
 from benchmarks.faults.job import SMALL, Job
 
 from mics.train.launch import _free_port
@@ -39,6 +40,31 @@ def last_step(run_dir: Path) -> int:
         return max((json.loads(line)["step"] for line in lines), default=0)
     except json.JSONDecodeError:  # the last line is being written
         return 0
+
+
+@pytest.mark.slow
+def test_plain_torchrun_restarts_its_ranks(tmp_path: Path) -> None:
+    """One node, torchrun's defaults: a killed rank and one in an endless loop, and the losses of neither."""
+    args = ["--steps", "24", "--checkpoint.interval", "4", "--sharding.partition-size", "1"]
+    faults = [
+        Fault(kind="kill", moment="backward", step=11, rank=1),
+        Fault(kind="loop", moment="forward", step=17, rank=0),
+    ]
+    job = Job(folder=tmp_path, args=args, faults=faults)
+    program = ["-m", "mics.cli", "train", "--output-dir", str(tmp_path), "--name", "job", *SMALL, *args]
+    options = ["--nproc-per-node=2", "--max-restarts=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, *program],
+        env={**job.environment(), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("going on from") == 2
+    assert "Dead, stopped or cut off: rank 1 (last seen in" in done.stderr
+    assert "one is behind: rank 0 (last seen in" in done.stderr
+    assert job.losses() == reference_losses(tmp_path / "reference", args)
 
 
 @pytest.fixture
