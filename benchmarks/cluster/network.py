@@ -253,6 +253,14 @@ class NamespaceCluster:
             start_new_session=True,
         )
 
+    def cut(self, host: int) -> None:
+        """Pull the cable between ``host`` and the switch: what is sent is lost, and nobody is told."""
+        command("ip", "-n", self._switch, "link", "set", "dev", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        """Put the cable back in."""
+        command("ip", "-n", self._switch, "link", "set", "dev", f"port{host}", "up")
+
     def counters(self) -> list[Traffic]:
         """Bytes each host has sent and received over its uplink since the cluster came up, in host order."""
         files = [str(file) for file in statistics_files(UPLINK)]

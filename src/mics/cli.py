@@ -31,8 +31,9 @@ def _train(args: Sequence[str]) -> int:
 
     from mics.train.loop import run_rank
 
-    record(run_rank)(config)  # leaves the traceback where the launcher finds it
-    return 0
+    code = record(run_rank)(config)  # leaves the traceback where the launcher finds it
+    assert isinstance(code, int)
+    return code
 
 
 def _bench(args: Sequence[str]) -> int:

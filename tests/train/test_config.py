@@ -118,3 +118,10 @@ def test_a_run_cannot_leave_its_folder(name: str) -> None:
     """The run's name is one folder below the output folder."""
     with pytest.raises(SettingsError, match="name"):
         TrainConfig(name=name)
+
+
+def test_restarts_follow_from_checkpoints() -> None:
+    """A run that saves is started again three times, one that does not never, if nothing is set."""
+    assert parse_train_config([]).max_restarts == 3
+    assert parse_train_config(["--checkpoint.interval", "0"]).max_restarts == 0
+    assert parse_train_config(["--launch.max-restarts", "7"]).max_restarts == 7

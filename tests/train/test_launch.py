@@ -9,7 +9,14 @@ import torch
 
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings, ShardingSettings, TrainConfig
-from mics.train.failures import find_failures, report_failure
+from mics.train.failures import (
+    Failure,
+    describe_failures,
+    find_failures,
+    is_hopeless,
+    is_told,
+    report_failure,
+)
 from mics.train.launch import LaunchPlan, agent_command, agent_environment, launch, plan_launch
 from mics.train.ranks import read_rank, share_gpu
 
@@ -48,7 +55,7 @@ def test_gpus_that_are_not_there_are_an_error() -> None:
 def test_each_node_is_one_torchrun(tmp_path: Path) -> None:
     """Agents differ in the node's number alone; only rank 0's stdout stays on the terminal."""
     first, second = (
-        agent_command(TWO_BY_TWO, node=node, port=1234, log_dir=tmp_path, args=["--steps", "3"])
+        agent_command(TWO_BY_TWO, node=node, port=1234, log_dir=tmp_path, args=["--steps", "3"], job="j")
         for node in (0, 1)
     )
     assert first[1:3] == ["-m", "torch.distributed.run"]
@@ -171,6 +178,60 @@ def test_a_killed_rank_is_to_blame(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().err
     assert "rank 1 (node 0) failed with signal SIGKILL" in shown
     assert "last words" in shown
+
+
+LOST = (
+    "Traceback\nmics.errors.CollectiveError: all-gather of unit 'blocks.1' failed in the partition group of "
+    "ranks [0, 1]. Dead, stopped or cut off: rank 1 (last seen in collective 7, broadcast of x). The backend "
+    "said: Timed out waiting"
+)
+
+
+def _failures(log_dir: Path) -> list[Failure]:
+    return find_failures(log_dir, ranks_per_node=1)
+
+
+def test_a_failure_is_one_sentence_with_the_rank_and_the_collective(tmp_path: Path) -> None:
+    """Killed, hung or gone with its node: who it was, and where another rank waited for it."""
+    _write_failure(tmp_path, 0, 0, 1, LOST, 10)
+    waited = "rank 0 was in all-gather of unit 'blocks.1'"
+    hung = _failures(tmp_path)
+    assert is_told(hung, num_ranks=2) and not is_told(hung, num_ranks=3)
+    assert describe_failures(hung, [1, None]) == f"the others waited in vain for rank 1; {waited}"
+    gone = f"node 1 is gone: its agent was ended by SIGKILL; {waited}"
+    assert describe_failures(hung, [1, -9]) == gone
+    _write_failure(tmp_path, 1, 0, -9, None, 0)
+    killed = _failures(tmp_path)
+    assert describe_failures(killed, [1, 1]) == f"rank 1 (node 1) was ended by SIGKILL; {waited}"
+
+
+def test_ranks_are_heard_whose_agent_says_nothing(tmp_path: Path) -> None:
+    """An agent that waits for a stopped rank has not written a line yet; a half written file does no harm."""
+    _write_failure(tmp_path, 0, 0, 1, LOST, 10)
+    (tmp_path / "node0.log").write_text("")
+    (torn,) = tmp_path.glob("node0/*/attempt_0/0")
+    (torn.with_name("1")).mkdir()
+    (torn.with_name("1") / "error.json").write_text('{"mess')
+    assert [failure.missing for failure in find_failures(tmp_path, ranks_per_node=2)] == [[1], []]
+
+
+def test_what_is_not_worth_another_start(tmp_path: Path) -> None:
+    """Settings and gradients that are not finite would fail again; leaving on request is no failure."""
+    _write_failure(tmp_path, 0, 0, 1, "Traceback\nmics.train.nonfinite.NonfiniteError: step 3", 10)
+    _write_failure(tmp_path, 1, 0, 143, None, 10)
+    final, left = _failures(tmp_path)
+    assert final.is_final and not left.is_final
+    assert left.left and not final.left
+    assert is_hopeless([final], began=True) and not is_hopeless([left], began=True)
+
+
+def test_an_error_before_training_is_not_tried_again(tmp_path: Path) -> None:
+    """A module that is missing stays missing; a rank that was killed, or lost another, may have luck."""
+    _write_failure(tmp_path, 0, 0, 1, "Traceback\nModuleNotFoundError: No module named 'numpi'", 10)
+    _write_failure(tmp_path, 1, 0, 1, LOST, 10)
+    own, lost = _failures(tmp_path)
+    assert is_hopeless([own, lost], began=False) and not is_hopeless([own, lost], began=True)
+    assert not is_hopeless([lost], began=False) and not is_hopeless([], began=False)
 
 
 def test_ranks_the_launcher_stopped_are_not_failures(tmp_path: Path) -> None:

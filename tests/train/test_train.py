@@ -62,7 +62,7 @@ def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
-    """Ctrl-C while the ranks train: exit code 130, a word about it, and no process left behind."""
+    """Ctrl-C while the ranks train: they save, exit code 130, a word about it, and no process left behind."""
     run = subprocess.Popen(
         _command(tmp_path, "--steps", "1000000", "--launch.nodes", "1", "--name", "interrupted"),
         stdout=subprocess.PIPE,
@@ -77,6 +77,8 @@ def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert "interrupted" in errors
+    latest = (tmp_path / "interrupted/checkpoints/latest").read_text().strip()
+    assert f"{latest}, --checkpoint.resume latest goes on from it" in errors
     time.sleep(0.5)
     assert _processes_with("interrupted") == []
 

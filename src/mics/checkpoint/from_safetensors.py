@@ -17,6 +17,7 @@ from mics.checkpoint.contents import MODEL, Contents, Part
 from mics.checkpoint.index import Index
 from mics.checkpoint.save import Job
 from mics.checkpoint.stock_values import StockValues
+from mics.comm.world import World
 from mics.errors import SettingsError
 
 FORMAT: Final = "safetensors"
@@ -40,6 +41,7 @@ def import_safetensors(
         step=None,
         keep=None,
         rank=0,
+        world=World(rank=0, size=1, default_group=None),
         group=None,
         parts=_parts(index, mapped),
         contents=Contents(params=[], buffers={}, module_state={}),

@@ -272,7 +272,7 @@ def _stored(index: Index, name: str) -> StoredTensor:
 def _read(folder: Path, index: Index, parts: list[tuple[Part, str]], engine: Engine) -> None:
     group = engine.world.host_group()
     try:
-        with warnings.catch_warnings():
+        with engine.world.naming("load", str(folder)), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_load(
                 {},

@@ -33,6 +33,7 @@ from mics.checkpoint.stock_values import StockValues, stock_values
 from mics.checkpoint.torch_format import FileReport, PartSavePlanner, PartWriter
 from mics.checkpoint.values import encode
 from mics.comm.emulated import emulated_cluster
+from mics.comm.world import World
 from mics.engine import Engine, engine_of
 from mics.errors import CheckpointError, SettingsError
 
@@ -144,6 +145,7 @@ class Job:
     step: int | None
     keep: int | None
     rank: int
+    world: World
     group: dist.ProcessGroup | None
     parts: Sequence[Part]
     contents: Contents
@@ -165,23 +167,27 @@ class Job:
             partial, self.parts, rank=self.rank, state=self.state, aliases=aliases, values=self.values
         )
         try:
-            self._together(lambda: self._begin() if self.rank == 0 else None)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp_save(
-                    {},
-                    storage_writer=writer,
-                    planner=PartSavePlanner(self.parts, aliases, self.values, self.progress),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-            self._together(lambda: self._publish(writer) if self.rank == 0 else None)
+            with self.world.naming("save", str(self.folder)):
+                self._write(writer, aliases)
         except CheckpointException as error:
             self._give_up()
             raise _explained(self.folder, error) from error
         except BaseException:
             self._give_up()
             raise
+
+    def _write(self, writer: PartWriter, aliases: dict[str, str]) -> None:
+        self._together(lambda: self._begin() if self.rank == 0 else None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_save(
+                {},
+                storage_writer=writer,
+                planner=PartSavePlanner(self.parts, aliases, self.values, self.progress),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
+        self._together(lambda: self._publish(writer) if self.rank == 0 else None)
 
     def _begin(self) -> None:
         if self.step is not None:
@@ -270,6 +276,7 @@ def _prepare(
         step=step,
         keep=keep,
         rank=rank,
+        world=engine.world,
         group=engine.world.host_group(),
         parts=[part for part in parts_to_save(contents, optimizer, rank=rank) if part.span],
         contents=contents,

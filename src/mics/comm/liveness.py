@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 _BEAT_SECONDS = 1.0
 _WATCHED_BEATS = 3
+_ASK_SECONDS = 8.0
 _LEFT = "left"
 
 
@@ -46,6 +47,19 @@ class Liveness:
 
     def explain(self) -> str:
         """A sentence on the ranks that are gone, after watching for a few beats."""
+        answers: list[str] = []
+        # Beside us: over a network that is cut the store neither answers nor fails.
+        asking = threading.Thread(target=lambda: answers.append(self._ask()), name="mics-ask", daemon=True)
+        asking.start()
+        asking.join(timeout=_ASK_SECONDS)
+        if answers:
+            return answers[0]
+        return (
+            f"The store has not answered for {_ASK_SECONDS:.0f} s: the network between this node and the one "
+            "of rank 0 is probably cut. "
+        )
+
+    def _ask(self) -> str:
         before = self._read_all()
         time.sleep(_WATCHED_BEATS * _BEAT_SECONDS)
         after = self._read_all()
@@ -54,9 +68,12 @@ class Liveness:
         left = [rank for rank, beat in after.items() if beat.startswith(_LEFT)]
         silent = [rank for rank, beat in after.items() if beat == before.get(rank) and rank not in left]
         if silent:
-            return f"Dead or stopped: {_name(silent, after)}. "
+            return f"Dead, stopped or cut off: {_name(silent, after)}. "
         if left:
             return f"Left already: {_name(left, after)}. "
+        behind = _furthest_behind(after, self._num_entered)
+        if behind:
+            return f"Every rank still answers, but one is behind: {_name(behind, after)}. "
         places = {beat.split("|", 2)[2] for beat in after.values() if beat.count("|") >= 2}
         kind, label = self._in
         if places - {f"{kind} of {label}"}:
@@ -69,7 +86,8 @@ class Liveness:
             return
         self._stop.set()
         self._thread.join(timeout=2 * _BEAT_SECONDS)
-        self._write(_LEFT)
+        if not self._thread.is_alive():  # else it waits for a store that does not answer, and so would we
+            self._write(_LEFT)
 
     def _beat(self) -> None:
         count = 0
@@ -124,6 +142,14 @@ def start_liveness(store: Store, *, rank: int, world_size: int, timeout: timedel
     """Begin beating. On a GPU a rank ends itself when its neighbour falls silent for the timeout."""
     exit_after = min(timeout.total_seconds(), 60.0) if on_gpu else None
     return Liveness(store, rank=rank, world_size=world_size, exit_after=exit_after)
+
+
+def _furthest_behind(beats: dict[int, str], num_entered: int) -> list[int]:
+    """The rank that has joined fewer collectives than all others, if it is one: it is who they wait for."""
+    counts = {rank: int(beat.split("|", 2)[1]) for rank, beat in beats.items() if beat.count("|") >= 2}
+    fewest = min(counts.values(), default=num_entered)
+    found = [rank for rank, count in counts.items() if count == fewest]
+    return found if len(found) == 1 and fewest < num_entered else []
 
 
 def _name(ranks: list[int], beats: dict[int, str]) -> str:

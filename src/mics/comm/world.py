@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ from mics.comm.liveness import Liveness, start_liveness
 from mics.comm.protocol import Collectives
 from mics.comm.traffic import TrafficCounter
 from mics.comm.two_stage import TwoStageCollectives
-from mics.errors import SettingsError
+from mics.errors import CollectiveError, MicsError, SettingsError
 from mics.topology import Topology
 
 
@@ -42,8 +43,22 @@ class World:
         if emulated_cluster() is not None:
             return [value] * self.size  # imagined ranks say what this one says
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self.naming("all-gather", "objects"):
+            dist.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def naming(self, kind: str, label: str) -> Iterator[None]:
+        """Collectives that torch runs for us: if one fails, the error names it and who is gone."""
+        if self.liveness is not None:
+            self.liveness.enter(kind, label)
+        try:
+            yield
+        except MicsError:
+            raise
+        except RuntimeError as error:
+            culprits = "" if self.liveness is None else self.liveness.explain()
+            raise CollectiveError(f"{kind} of {label} failed. {culprits}The backend said: {error}") from error
 
     def node_names(self) -> list[str]:
         """For every rank what tells its node from others: the launcher's node rank, else the host's name."""

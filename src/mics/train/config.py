@@ -93,8 +93,13 @@ class OptimizerSettings:
     """Decay of the matrices; norms are not decayed."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    """Gradients with a NaN or an infinity: end the run, leave out the update, or update all the same."""
+    max_skipped: int = 10
+    """With nonfinite=skip: updates left out one after the other before the run ends all the same."""
 
     def __post_init__(self) -> None:
+        _require(self.max_skipped >= 0, "optimizer.max_skipped", "0 or more", self.max_skipped)
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"optimizer.{name}", "a number above 0", value)
@@ -157,6 +162,26 @@ class ReportSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """What a run can go on from. Checkpoints go to <output-dir>/<name>/checkpoints."""
+
+    interval: int = 100
+    """Steps between two checkpoints; with 0 there are none, and neither restarts nor a save at SIGTERM."""
+    keep: int = 2
+    """Checkpoints that stay; older ones are removed."""
+    asynchronous: bool = True
+    """Write while training goes on: it stands still only while the values are copied to host memory."""
+    resume: str = "auto"
+    """auto: go on where this run was if the launcher restarted it, else begin anew; latest: go on from this
+    run's latest checkpoint if there is one; or the path of a checkpoint to go on from."""
+
+    def __post_init__(self) -> None:
+        _require(self.interval >= 0, "checkpoint.interval", "0 or more", self.interval)
+        _require(self.keep >= 1, "checkpoint.keep", "at least 1", self.keep)
+        _require(bool(self.resume), "checkpoint.resume", "auto, latest or a path", self.resume)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
     """The ranks that are started on this machine. Under torchrun the ranks are torchrun's."""
 
@@ -170,8 +195,12 @@ class LaunchSettings:
     """Ranks that share one GPU; unset is as few as possible."""
     timeout_seconds: int = 300
     """A collective that waits longer than this fails instead of hanging."""
+    max_restarts: int | None = None
+    """Times that all ranks are started again after a failure; unset is 3 with checkpoints, else 0."""
 
     def __post_init__(self) -> None:
+        restarts = self.max_restarts
+        _require(restarts is None or restarts >= 0, "launch.max_restarts", "0 or more", restarts)
         for name in ("nodes", "ranks_per_node", "ranks_per_gpu", "timeout_seconds"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"launch.{name}", "at least 1", value)
@@ -188,7 +217,8 @@ class TrainConfig:
     config: Path | None = None
     """YAML file with settings under the same names; flags given here win over the file."""
     name: str = "demo"
-    """Name of the run. Its results replace those of an earlier run of the same name."""
+    """Name of the run. Its results replace those of an earlier run of the same name, unless it goes on from
+    a checkpoint of it."""
     output_dir: Path = Path("runs")
     """Folder for the results: they go to <output-dir>/<name>."""
     steps: int = 120
@@ -204,6 +234,7 @@ class TrainConfig:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
     report: ReportSettings = field(default_factory=ReportSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     def __post_init__(self) -> None:
@@ -227,3 +258,14 @@ class TrainConfig:
     def run_dir(self) -> Path:
         """Folder of this run's results."""
         return self.output_dir / self.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Folder of this run's checkpoints."""
+        return self.run_dir / "checkpoints"
+
+    @property
+    def max_restarts(self) -> int:
+        """Restarts by our own launcher, given or derived."""
+        given = self.launch.max_restarts
+        return (3 if self.checkpoint.interval else 0) if given is None else given

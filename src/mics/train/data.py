@@ -1,6 +1,6 @@
 """Bytes of a text as tokens: a split for training and validation, and batches anybody can reproduce."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -35,6 +35,47 @@ def load_text(file: Path | None, *, validation_share: float, seq_len: int) -> By
                 f"{len(raw)}; use a longer text or a shorter model.seq_len"
             )
     return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """How a step's sequences are divided: over micro-steps, ranks and batches."""
+
+    batch_size: int
+    micro_steps: int
+    num_ranks: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step, on all ranks together."""
+        return self.batch_size * self.micro_steps * self.num_ranks
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    def going_on_from(self, before: "Dealing") -> "Dealing":
+        """The same sequences in every step as ``before``, on the ranks there are now.
+
+        Batches get no larger than this asks for, since they fit: fewer ranks take more micro-steps.
+        """
+        if self.num_sequences == before.num_sequences:
+            return self
+        settings = {"batch_size": self.batch_size, "micro_steps": self.micro_steps}
+        if settings != {"batch_size": before.batch_size, "micro_steps": before.micro_steps}:
+            raise SettingsError(
+                f"batch_size, micro_steps: expected {before.num_sequences} sequences a step as in the "
+                f"checkpoint, found {self.batch_size} x {self.micro_steps} on {self.num_ranks} ranks = "
+                f"{self.num_sequences}; set batch_size and micro_steps so that they are as many"
+            )
+        if before.num_sequences % self.num_ranks:
+            raise SettingsError(
+                f"expected a number of ranks that divides the {before.num_sequences} sequences of a step "
+                f"({before.batch_size} x {before.micro_steps} on {before.num_ranks} ranks, in the "
+                f"checkpoint), found {self.num_ranks} ranks; start another number of them"
+            )
+        each = before.num_sequences // self.num_ranks
+        batch_size = max(size for size in range(1, self.batch_size + 1) if each % size == 0)
+        return Dealing(batch_size=batch_size, micro_steps=each // batch_size, num_ranks=self.num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,11 @@
 """Starting the ranks of ``mics train`` on this machine: one torchrun agent for each node it plays.
 
 Rank 0 keeps the terminal. Everything else a rank prints goes to its own file under ``<run>/logs``, and when
-ranks fail, the one that failed first is shown (see ``failures``).
+ranks fail, the one that failed first is shown (see ``failures``). With checkpoints, all ranks are then
+started again, and go on from the latest.
 """
+
+from __future__ import annotations
 
 import math
 import os
@@ -15,21 +18,34 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal
+from uuid import uuid4
 
 import torch
 
+from mics.checkpoint.folders import latest_in
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings, TrainConfig
 from mics.train.data import load_text
-from mics.train.failures import report_failure
+from mics.train.failures import (
+    ERROR_FILES,
+    describe_failures,
+    find_failures,
+    is_hopeless,
+    is_told,
+    report_failure,
+)
+from mics.train.stopping import LEFT_CODE
 
 _POLL_SECONDS: Final = 0.1
-# When one node has failed, the others need a moment to fail by themselves and say why.
-_GRACE_SECONDS: Final = 3.0
-# An agent that was told to stop gives its ranks 30 seconds before it kills them.
+# When one rank has failed, the others need a moment to fail by themselves and say why.
+_GRACE_SECONDS: Final = 12.0
+# And less once all of them have, but for the one they waited for: it may never end by itself.
+_LAST_SECONDS: Final = 4.0
+# To save and leave: an agent that was told to stop gives its ranks 30 seconds before it kills them.
 _STOP_SECONDS: Final = 40.0
 
 
@@ -76,7 +92,9 @@ def plan_launch(settings: LaunchSettings, *, num_gpus: int) -> LaunchPlan:
     )
 
 
-def agent_command(plan: LaunchPlan, *, node: int, port: int, log_dir: Path, args: Sequence[str]) -> list[str]:
+def agent_command(
+    plan: LaunchPlan, *, node: int, port: int, log_dir: Path, args: Sequence[str], job: str
+) -> list[str]:
     """The torchrun call that starts one node's ranks, each of them ``mics train`` with the same arguments."""
     # 1 is stdout, 2 is stderr, 3 is both: all go to files except what rank 0 prints.
     streams = ["3"] * plan.ranks_per_node
@@ -91,7 +109,9 @@ def agent_command(plan: LaunchPlan, *, node: int, port: int, log_dir: Path, args
         f"--node-rank={node}",
         "--master-addr=127.0.0.1",
         f"--master-port={port}",
+        # We start all of them again, not each agent its own: a node may be gone with its agent.
         "--max-restarts=0",
+        f"--rdzv-id={job}",
         f"--log-dir={log_dir / f'node{node}'}",
         "--redirects=" + ",".join(f"{local_rank}:{stream}" for local_rank, stream in enumerate(streams)),
         "-m",
@@ -117,30 +137,106 @@ def agent_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
 
 
 def launch(config: TrainConfig, args: Sequence[str]) -> int:
-    """Start the ranks, wait for them and return the exit code: 0, the failed rank's, or 130 after Ctrl-C."""
+    """Start the ranks, wait for them, and start them again after a failure.
+
+    Returns the exit code: 0, the failed rank's, or 128 + n after signal n.
+    """
     plan = plan_launch(config.launch, num_gpus=torch.cuda.device_count())
     _check(config, plan)
     log_dir = config.run_dir / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
-    log_dir.mkdir(parents=True)
-    port = _free_port()
-    agents: list[subprocess.Popen[bytes]] = []
-    try:
-        with _interruptible():
-            for node in range(plan.num_nodes):
-                command = agent_command(plan, node=node, port=port, log_dir=log_dir, args=args)
-                agents.append(_start_agent(command, node, plan, log_dir))
-            failed = _wait(agents)
-    except KeyboardInterrupt:
-        _stop(agents)
-        _restore_terminal()
-        print("mics: interrupted; all ranks have been stopped", file=sys.stderr)
-        return 130
-    if not failed:
-        return 0
-    _stop(agents)
+    job = _Job(config=config, plan=plan, args=args, name=uuid4().hex)
+    for restart in count():
+        ending = job.run(log_dir if restart == 0 else log_dir / f"restart-{restart}")
+        if ending.signum is not None:
+            _say(f"interrupted; all ranks have been stopped{_saved(config)}")
+            return 128 + ending.signum
+        if not ending.failed:
+            return 0
+        failures = find_failures(ending.log_dir, ranks_per_node=plan.ranks_per_node)
+        if any(failure.left for failure in failures):
+            _say(f"a rank was asked to leave; all ranks have left{_saved(config)}")
+            return LEFT_CODE
+        if restart == config.max_restarts or is_hopeless(failures, began=_began(config, ending)):
+            return report_failure(ending.log_dir, ranks_per_node=plan.ranks_per_node)
+        _say(
+            f"{describe_failures(failures, ending.agent_codes)}; starting all ranks again, "
+            f"{_where_it_goes_on(config)} (restart {restart + 1} of {config.max_restarts}; "
+            f"logs are in {ending.log_dir})"
+        )
+    raise AssertionError("counting ends never")
+
+
+def _began(config: TrainConfig, ending: _Ending) -> bool:
+    """Whether the ranks of an attempt came to train: the first thing they do then is to open this file."""
+    metrics = config.run_dir / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_mtime >= ending.start_time
+
+
+def _saved(config: TrainConfig) -> str:
+    latest = latest_in(config.checkpoint_dir)
+    if not config.checkpoint.interval or latest is None:
+        return ""
+    return f"; the latest checkpoint is {latest}, --checkpoint.resume latest goes on from it"
+
+
+def _where_it_goes_on(config: TrainConfig) -> str:
+    latest = latest_in(config.checkpoint_dir)
+    if not config.checkpoint.interval or latest is None:
+        return "from the beginning"
+    return f"from {latest.name}"
+
+
+def _say(text: str) -> None:
     _restore_terminal()
-    return report_failure(log_dir, ranks_per_node=plan.ranks_per_node)
+    print(f"mics: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ending:
+    """How the agents of one attempt ended."""
+
+    log_dir: Path
+    start_time: float
+    agent_codes: list[int | None]
+    failed: bool
+    signum: int | None
+    """The signal that ended it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is started, again and again if need be."""
+
+    config: TrainConfig
+    plan: LaunchPlan
+    args: Sequence[str]
+    name: str
+    """The same at every attempt: by it the ranks know that they go on."""
+
+    def run(self, log_dir: Path) -> _Ending:
+        """One attempt. When it returns, no process of it is left."""
+        log_dir.mkdir(parents=True)
+        port, start_time = _free_port(), time.time()
+        agents: list[subprocess.Popen[bytes]] = []
+        codes: list[int | None] = []
+        failed, signum = False, None
+        try:
+            with _interruptible():
+                for node in range(self.plan.num_nodes):
+                    command = agent_command(
+                        self.plan, node=node, port=port, log_dir=log_dir, args=self.args, job=self.name
+                    )
+                    agents.append(_start_agent(command, node, self.plan, log_dir))
+                failed = _wait(agents, log_dir, self.plan)
+                codes = [agent.poll() for agent in agents]
+        except _Interrupt as interrupt:
+            signum = interrupt.signum
+        finally:  # whatever happened, nothing stays behind
+            _stop(agents, patience=_STOP_SECONDS if signum is not None else 0.0)
+        return _Ending(
+            log_dir=log_dir, start_time=start_time, agent_codes=codes, failed=failed, signum=signum
+        )
 
 
 def _check(config: TrainConfig, plan: LaunchPlan) -> None:
@@ -170,43 +266,64 @@ def _start_agent(command: list[str], node: int, plan: LaunchPlan, log_dir: Path)
         )
 
 
-def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Wait until all agents are done, or one has failed and the others had a moment to notice."""
-    deadline = math.inf
+def _wait(agents: Sequence[subprocess.Popen[bytes]], log_dir: Path, plan: LaunchPlan) -> bool:
+    """Wait until all agents are done, or a rank has failed and the others had a moment to notice."""
+    deadline, told = math.inf, False
     while time.monotonic() < deadline:
         codes = [agent.poll() for agent in agents]
         if None not in codes:
             break
-        if deadline == math.inf and any(code not in (None, 0) for code in codes):
+        # Not by the agents alone: one that waits for a rank that does not end says nothing meanwhile.
+        failed = any(code not in (None, 0) for code in codes) or any(log_dir.glob(ERROR_FILES))
+        if deadline == math.inf and failed:
             deadline = time.monotonic() + _GRACE_SECONDS
+        if failed and not told:
+            failures = find_failures(log_dir, ranks_per_node=plan.ranks_per_node)
+            told = is_told(failures, num_ranks=plan.num_ranks)
+            deadline = min(deadline, time.monotonic() + (_LAST_SECONDS if told else math.inf))
         time.sleep(_POLL_SECONDS)
     return any(agent.poll() != 0 for agent in agents)
 
 
-def _stop(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End all agents, and through them their ranks. A second Ctrl-C does not leave ranks behind."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
-    for agent in agents:
-        if agent.poll() is None:
+def _stop(agents: Sequence[subprocess.Popen[bytes]], *, patience: float) -> None:
+    """End all agents, and through them their ranks, which may save first. A second Ctrl-C ends them at once.
+
+    The kernel ends the ranks of an agent that is killed, even ranks that are stopped.
+    """
+    running = [agent for agent in agents if agent.poll() is None]
+    if patience:
+        for agent in running:
             agent.terminate()
-    deadline = time.monotonic() + _STOP_SECONDS
-    for agent in agents:
-        try:
-            agent.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    deadline = time.monotonic() + patience
+    try:
+        with _interruptible():
+            while time.monotonic() < deadline and any(agent.poll() is None for agent in running):
+                time.sleep(_POLL_SECONDS)
+    except _Interrupt:
+        pass
+    for agent in running:
+        if agent.poll() is None:
             agent.kill()
-            agent.wait()
+        agent.wait()
+
+
+class _Interrupt(BaseException):
+    """Somebody wants this process to end. Not an Exception: nothing on the way may take it for an error."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C: whoever ends this process means the ranks too."""
+    """Ctrl-C, SIGTERM and SIGHUP end what is inside: whoever ends this process means the ranks too."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise _Interrupt(signum)
 
-    previous = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {signum: signal.signal(signum, interrupt) for signum in signals}
     try:
         yield
     finally:

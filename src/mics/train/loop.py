@@ -1,8 +1,8 @@
 """The training loop: join the ranks, build and shard the model, train, then show what came of it."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -10,15 +10,19 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import mics
+from mics.errors import SettingsError
 from mics.models import GPT
+from mics.train.checkpoints import Checkpoints, Resumed
 from mics.train.config import ShardingSettings, TrainConfig
-from mics.train.data import Batches, decode, encode, load_text
+from mics.train.data import Batches, Dealing, decode, encode, load_text
 from mics.train.display import Display
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks
+from mics.train.nonfinite import NonfinitePolicy
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, describe_run, show_results, write_results
+from mics.train.stopping import LEFT_CODE, Stopping
 
 _ACTIVATIONS: Final = {
     "keep": None,
@@ -28,18 +32,34 @@ _ACTIVATIONS: Final = {
 _FORMATS: Final = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def run_rank(config: TrainConfig) -> None:
-    """Train as the rank this process is. Every rank does the same; only rank 0 shows and writes anything."""
-    with joined(config.launch) as me:
+def run_rank(config: TrainConfig) -> int:
+    """Train as the rank this process is. Every rank does the same; only rank 0 shows and writes anything.
+
+    Returns the exit code: 0, or that of a run that was asked to leave, and saved.
+    """
+    with joined(config.launch) as me, _stopping(config, me) as stop:
         console = Console(quiet=me.rank != 0, highlight=False, soft_wrap=True)
-        run = _prepare(config, me)
-        console.print(describe_run(config, me, precision=_precision_name(config.sharding, me)))
-        history = _train(run, console)
+        run, resumed = _prepare(config, me, console)
+        console.print(describe_run(run.config, me, precision=_precision_name(config.sharding, me)))
+        history, last_step = _train(run, resumed, console, stop)
+        if last_step < config.steps:
+            _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
+            return LEFT_CODE
+        run.checkpoints.finish()
         sample = _sample(run)
         weights = mics.full_state_dict(run.model) if config.report.save_weights else {}
         if me.rank == 0:
-            paths = write_results(config, me, history, sample=sample, weights=weights)
+            paths = write_results(run.config, me, history, sample=sample, weights=weights)
             show_results(console, history, sample=sample, paths=paths)
+    run.checkpoints.end_job()  # after all ranks have come to the end
+    return 0
+
+
+def _stopping(config: TrainConfig, me: Rank) -> AbstractContextManager[Stopping | None]:
+    """Leaving in order at SIGTERM; a run without checkpoints has nothing to leave in order for."""
+    if not config.checkpoint.interval:
+        return nullcontext()
+    return Stopping(rank=me.rank, num_ranks=me.num_ranks, step=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +73,74 @@ class _Run:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     batches: Batches
     meter: Meter
+    nonfinite: NonfinitePolicy
+    checkpoints: Checkpoints
 
 
-def _prepare(config: TrainConfig, me: Rank) -> _Run:
+def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Resumed]:
+    """Build everything, and take it to where the run goes on."""
     shape = config.model.build()
     text = load_text(config.data.text, validation_share=config.data.validation_share, seq_len=shape.seq_len)
+    model, matrices = _build_model(config)
+    optimizer = _build_optimizer(model, config, decayed=matrices)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate(config))
+    nonfinite = NonfinitePolicy(config.optimizer, model, optimizer)
+    on_gpu = me.device.type == "cuda"
+    # Against the bf16 peak an fp32 run would only look bad.
+    peak = peak_tflops(torch.cuda.get_device_name(me.device)) if on_gpu else None
+    meter = Meter(
+        traffic=lambda: mics.traffic(model),
+        speedometer=Speedometer(
+            flops_per_token=shape.flops_per_token,
+            num_devices=me.num_ranks // me.ranks_per_gpu if on_gpu else 1,
+            peak_tflops=peak if config.sharding.precision != "fp32" else None,
+        ),
+        device=me.device,
+    )
+    checkpoints = Checkpoints(
+        config,
+        me,
+        model=model,
+        optimizer=optimizer,
+        parts={"scheduler": scheduler, "meter": meter, "nonfinite": nonfinite},
+        tell=lambda text: console.print(text, markup=False),
+    )
+    resumed = checkpoints.resume()
+    dealing = Dealing(batch_size=config.batch_size, micro_steps=config.micro_steps, num_ranks=me.num_ranks)
+    if resumed.dealing is not None:
+        dealing = dealing.going_on_from(resumed.dealing)
+    checkpoints.dealing = dealing
+    meter.tokens_per_step = dealing.num_sequences * shape.seq_len
+    run = _Run(
+        config=replace(config, batch_size=dealing.batch_size, micro_steps=dealing.micro_steps),
+        me=me,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=Batches(
+            text=text,
+            seq_len=shape.seq_len,
+            batch_size=dealing.batch_size,
+            micro_steps=dealing.micro_steps,
+            rank=me.rank,
+            num_ranks=me.num_ranks,
+            seed=config.seed,
+            device=me.device,
+        ),
+        meter=meter,
+        nonfinite=nonfinite,
+        checkpoints=checkpoints,
+    )
+    return run, resumed
+
+
+def _build_model(config: TrainConfig) -> tuple[GPT, set[str]]:
+    """The sharded model, and the names of its matrices."""
     # On the meta device the model takes no memory: each unit is given its values when it is sharded, so no
     # rank ever holds the whole. The seed makes those values the same in every run.
     torch.manual_seed(config.seed)
     with torch.device("meta"):
-        model = GPT(shape)
+        model = GPT(config.model.build())
     matrices = {name for name, param in model.named_parameters() if param.ndim >= 2}
     mics.shard(
         model,
@@ -75,44 +153,23 @@ def _prepare(config: TrainConfig, me: Rank) -> _Run:
         ),
         activations=_ACTIVATIONS[config.sharding.activations],
     )
-    optimizer = _build_optimizer(model, config, decayed=matrices)
-    on_gpu = me.device.type == "cuda"
-    # Against the bf16 peak an fp32 run would only look bad.
-    peak = peak_tflops(torch.cuda.get_device_name(me.device)) if on_gpu else None
-    return _Run(
-        config=config,
-        me=me,
-        model=model,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate(config)),
-        batches=Batches(
-            text=text,
-            seq_len=shape.seq_len,
-            batch_size=config.batch_size,
-            micro_steps=config.micro_steps,
-            rank=me.rank,
-            num_ranks=me.num_ranks,
-            seed=config.seed,
-            device=me.device,
-        ),
-        meter=Meter(
-            traffic=lambda: mics.traffic(model),
-            speedometer=Speedometer(
-                flops_per_token=shape.flops_per_token,
-                num_devices=me.num_ranks // me.ranks_per_gpu if on_gpu else 1,
-                peak_tflops=peak if config.sharding.precision != "fp32" else None,
-            ),
-            tokens_per_step=config.batch_size * config.micro_steps * me.num_ranks * shape.seq_len,
-            device=me.device,
-        ),
-    )
+    return model, matrices
 
 
-def _train(run: _Run, console: Console) -> History:
-    config, history, finite = run.config, History(), True
-    with Display(console, num_steps=config.steps) as display, history.recording(config, run.me):
-        for step in range(1, config.steps + 1):
-            grad_norm, learning_rate = _step(run, step)
+def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None) -> tuple[History, int]:
+    """Train to the end, or to the step after which all ranks were asked to stop. Returns that step too."""
+    config, history, last = run.config, History(), resumed.step
+    after = resumed.step if resumed.own else 0
+    with (
+        Display(console, num_steps=config.steps) as display,
+        history.recording(config, run.me, after_step=after),
+    ):
+        if last >= config.steps and not history.measurements and run.me.rank == 0:
+            raise SettingsError(f"steps: expected more than the checkpoint's {last}, found {config.steps}")
+        for step in range(last + 1, config.steps + 1):
+            if stop is not None and not stop.may_begin(step):
+                break
+            grad_norm, learning_rate = _step(run, step, console)
             interval = config.report.eval_interval
             if step == config.steps or (interval and step % interval == 0):
                 with run.meter.paused():
@@ -121,13 +178,23 @@ def _train(run: _Run, console: Console) -> History:
                 measurement = run.meter.measure(step, grad_norm=grad_norm, learning_rate=learning_rate)
                 history.add(measurement)
                 display.update(measurement, validation_loss=history.last_validation_loss)
-                if finite and not math.isfinite(measurement.grad_norm):
-                    finite = False  # from here on everything is lost: once is enough
-                    console.print(_describe_nonfinite(step, measurement.grad_norm, run.model))
-    return history
+            last = step
+            stall = run.checkpoints.save_if_due(step)
+            if stall is not None:
+                history.add_checkpoint(step, stall)
+    return history, last
 
 
-def _step(run: _Run, step: int) -> tuple[Tensor, float]:
+def _leave(run: _Run, console: Console, step: int, *, saved_step: int) -> None:
+    """Save the step that all ranks have agreed to end after."""
+    if step == max(saved_step, 0):
+        console.print(f"asked to leave after step {step}, before any more was done", markup=False)
+        return
+    folder = run.checkpoints.save_now(step)
+    console.print(f"asked to leave: saved {folder}; --checkpoint.resume latest goes on from it", markup=False)
+
+
+def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
     """One optimizer step. Returns the gradients' norm, still on the device, and the learning rate used."""
     batches = run.batches.train(step)
     step_loss = torch.zeros((), device=run.me.device)
@@ -138,17 +205,13 @@ def _step(run: _Run, step: int) -> tuple[Tensor, float]:
         step_loss += loss.detach()
     grad_norm = mics.clip_grad_norm_(run.model, run.config.optimizer.max_grad_norm)
     learning_rate = float(run.scheduler.get_last_lr()[0])
-    run.optimizer.step()
+    warning = run.nonfinite.step(grad_norm, step)
+    if warning is not None:
+        console.print(f"mics: warning: {warning}", markup=False)
     run.optimizer.zero_grad()
     run.scheduler.step()
     run.meter.add(step_loss)
     return grad_norm, learning_rate
-
-
-def _describe_nonfinite(step: int, grad_norm: float, model: nn.Module) -> str:
-    """Where gradients went wrong. All ranks have the same norm, so all ask together."""
-    units = ", ".join(mics.nonfinite_units(model))
-    return f"step {step}: the gradient norm is {grad_norm}, with gradients that are not finite in {units}"
 
 
 @torch.no_grad()

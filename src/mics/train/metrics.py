@@ -1,7 +1,7 @@
 """Measuring a run: loss, speed, memory and the bytes each kind of group moved."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mics.comm import join_world
 from mics.train.hardware import memory_nbytes
 
 
@@ -92,12 +93,12 @@ class Meter:
         *,
         traffic: Callable[[], ByteCounter],
         speedometer: Speedometer,
-        tokens_per_step: int,
+        tokens_per_step: int = 0,
         device: torch.device,
     ) -> None:
         self._traffic = traffic
         self._speedometer = speedometer
-        self._tokens_per_step = tokens_per_step
+        self.tokens_per_step = tokens_per_step
         self._device = device
         # Both since the last measurement; the sum is this rank's, [] fp32.
         self._loss_sum = torch.zeros((), device=device)
@@ -123,7 +124,7 @@ class Meter:
         now = self._now()
         passed = now - self._mark
         self._total_seconds += passed.seconds
-        tokens_per_second = self._tokens_per_step * self._num_steps / passed.seconds
+        tokens_per_second = self.tokens_per_step * self._num_steps / passed.seconds
         measurement = Measurement(
             step=step,
             loss=loss,
@@ -142,6 +143,26 @@ class Meter:
         self._mark = now
         return measurement
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to report as if it had not stopped. All ranks call it together."""
+        since = self._now() - self._mark
+        return {
+            "loss_sum": self._loss_sum.item(),
+            "mean_loss_sum": mean_over_ranks(self._loss_sum),
+            "num_steps": self._num_steps,
+            "total_seconds": self._total_seconds,
+            "since": asdict(since),
+            "num_ranks": dist.get_world_size(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another meter had, on as many ranks or on others."""
+        same = state["num_ranks"] == dist.get_world_size()
+        self._loss_sum.fill_(state["loss_sum" if same else "mean_loss_sum"])
+        self._num_steps = state["num_steps"]
+        self._total_seconds = state["total_seconds"]
+        self._mark = self._now() - _Reading(**state["since"])
+
     def _now(self) -> _Reading:
         # The queue of the device must be empty, or its work would be booked on whatever comes next.
         if self._device.type == "cuda":
@@ -157,5 +178,6 @@ class Meter:
 def mean_over_ranks(value: Tensor) -> float:
     """The mean of a scalar over all ranks, on the host."""
     total = value.detach().clone()
-    dist.all_reduce(total)
+    with join_world().naming("all-reduce", "a mean over ranks"):
+        dist.all_reduce(total)
     return total.item() / dist.get_world_size()

@@ -1,17 +1,26 @@
 """A process becomes a rank: which device is its own, and how it joins the others."""
 
+import ctypes
 import math
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
+from mics.comm import join_world
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings
+
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +81,59 @@ def share_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
     environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
+def die_with_launcher(environ: Mapping[str, str]) -> None:
+    """Have the kernel end this process when torchrun's agent is gone, even one that is stopped.
+
+    A rank that outlives its agent holds its GPU and its port, and nobody would ever end it.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _store_of_attempt(environ: Mapping[str, str], timeout: timedelta) -> dict[str, Any]:
+    """Where to meet the other ranks of this attempt; nothing where torch's own way will do.
+
+    With its static rendezvous torchrun keeps one store over all restarts, and torch looks up in it where the
+    ranks of the attempt before were. Elsewhere the store is new, but agents may count differently. So all use
+    the highest count: in an old store the others' counts are older than one's own, or the same.
+    """
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return {}
+    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    store.set(f"mics-attempt/{rank}", environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    attempt = max(int(store.get(f"mics-attempt/{other}")) for other in range(num_ranks))
+    return {
+        "store": PrefixStore(f"mics-attempt-{attempt}", store),
+        "rank": rank,
+        "world_size": num_ranks,
+    }
+
+
 @contextmanager
 def joined(settings: LaunchSettings) -> Iterator[Rank]:
     """Join the other ranks, and leave them in order.
 
     After an error the process just ends: leaving would wait for ranks that wait for this one.
     """
+    die_with_launcher(os.environ)
     me = read_rank(settings, environ=os.environ, num_gpus=torch.cuda.device_count())
     on_gpu = me.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(me.device)
         if me.ranks_per_gpu > 1:
             share_gpu(me.rank, os.environ)
+    timeout = timedelta(seconds=settings.timeout_seconds)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        timeout=timedelta(seconds=settings.timeout_seconds),
+        timeout=timeout,
         device_id=me.device if on_gpu else None,
+        **_store_of_attempt(os.environ, timeout),
     )
     yield me
-    dist.barrier()
+    world = join_world()
+    if world.liveness is not None:
+        world.liveness.close()  # while the store is there
+    with world.naming("barrier", "the end"):
+        dist.barrier()
     dist.destroy_process_group()

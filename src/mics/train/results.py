@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,13 +29,24 @@ class History:
     _file: TextIO | None = None
 
     @contextmanager
-    def recording(self, config: TrainConfig, me: Rank) -> Iterator[None]:
-        """Write every line as it is added, so that a run that is cut off keeps its numbers."""
+    def recording(self, config: TrainConfig, me: Rank, *, after_step: int = 0) -> Iterator[None]:
+        """Write every line as it is added, so that a run that is cut off keeps its numbers.
+
+        A run that goes on after a step keeps the lines up to there: what came later is done again.
+        """
         if me.rank != 0:
             yield
             return
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        with (config.run_dir / "metrics.jsonl").open("w") as self._file:
+        file = config.run_dir / "metrics.jsonl"
+        kept = _rows_up_to(file, after_step) if after_step else []
+        for row in kept:
+            if "loss" in row:
+                self.measurements.append(Measurement(**row))
+            elif "validation_loss" in row:
+                self.validations.append((row["step"], row["validation_loss"]))
+        _rewrite(file, kept)
+        with file.open("a") as self._file:
             yield
         self._file = None
 
@@ -47,6 +58,9 @@ class History:
         self.validations.append((step, loss))
         self._write({"step": step, "validation_loss": loss})
 
+    def add_checkpoint(self, step: int, stall: float) -> None:
+        self._write({"step": step, "checkpoint_stall_seconds": stall})
+
     @property
     def last_validation_loss(self) -> float | None:
         return self.validations[-1][1] if self.validations else None
@@ -54,6 +68,25 @@ class History:
     def _write(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
             print(json.dumps(row), file=self._file, flush=True)
+
+
+def _rows_up_to(file: Path, step: int) -> list[dict[str, Any]]:
+    rows = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # cut off while it was written
+            continue
+        if row["step"] <= step:
+            rows.append(row)
+    return rows
+
+
+def _rewrite(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the file as a whole: a run that is killed here has the old one or the new one."""
+    partial = file.with_name(file.name + ".tmp")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.replace(file)
 
 
 @dataclass(frozen=True, kw_only=True)

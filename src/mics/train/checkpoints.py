@@ -1,0 +1,229 @@
+"""The checkpoints of ``mics train``: when one is written, and which one a run goes on from."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import mics
+from mics.checkpoint.folders import find_checkpoint, latest_in, point_latest, step_name, steps_in
+from mics.comm import join_world
+from mics.train.config import TrainConfig
+from mics.train.data import Dealing
+from mics.train.ranks import Rank
+
+_JOB_FILE: Final = "job"
+_NO_JOB: Final = "none"
+"""What torchrun calls a job that was given no --rdzv-id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run goes on."""
+
+    step: int
+    """Steps done; 0 is the beginning."""
+    folder: Path | None = None
+    dealing: Dealing | None = None
+    """How a step's sequences were dealt out when it was saved."""
+    own: bool = True
+    """Whether the checkpoint is of this run, so that its measurements go on too."""
+
+
+class Checkpoints:
+    """Writes a run's checkpoints and finds the one to go on from. Every method is called by all ranks."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        me: Rank,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        parts: Mapping[str, Any],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._me = me
+        self._model = model
+        self._optimizer = optimizer
+        self._parts = parts  # with state_dict and load_state_dict: scheduler, meter, ...
+        self._tell = tell  # rank 0 shows it, the others do not
+        self._saving: mics.Saving | None = None
+        self._saved_step = -1
+        self.dealing: Dealing | None = None  # of the steps to come
+
+    def resume(self) -> Resumed:
+        """Load the checkpoint that the settings mean, or make room for a run that begins anew.
+
+        One that is torn is passed over for the one before it. Loading fails on all ranks or on none.
+        """
+        candidates, own = self._candidates()
+        first_error: mics.CheckpointError | None = None
+        for folder in candidates:
+            try:
+                extra = mics.load(folder, self._model, self._optimizer, self._parts)
+            except mics.CheckpointError as error:
+                first_error = first_error or error
+                self._tell(f"mics: warning: {error}")
+                continue
+            if first_error is not None:
+                self._tell(f"mics: warning: going back to {folder}")
+            return self._resumed(folder, extra, own=own)
+        if first_error is not None:
+            raise first_error
+        return Resumed(step=0)
+
+    def save_if_due(self, step: int) -> float | None:
+        """Save after every interval. Returns how long training stood still for it, in seconds."""
+        interval = self._config.checkpoint.interval
+        if not interval or step % interval:
+            return None
+        return self._save(step, wait=not self._config.checkpoint.asynchronous)
+
+    def save_now(self, step: int) -> Path:
+        """Have ``step`` on disk."""
+        if step != self._saved_step:
+            self._save(step, wait=True)
+        self.finish()
+        return self._config.checkpoint_dir / step_name(step)
+
+    def finish(self) -> None:
+        """Wait for what is being written, and raise what went wrong with it."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    def end_job(self) -> None:
+        """The run is finished: the next one of this name begins anew."""
+        if self._me.rank == 0:
+            (self._config.checkpoint_dir / _JOB_FILE).unlink(missing_ok=True)
+
+    def _save(self, step: int, *, wait: bool) -> float:
+        assert self.dealing is not None
+        extra = {**self._parts, "step": step, "data": self.dealing.as_dict()}
+        self._saving = mics.save(
+            self._config.checkpoint_dir,
+            self._model,
+            self._optimizer,
+            extra,
+            step=step,
+            keep=self._config.checkpoint.keep,
+            wait=wait,
+        )
+        self._saved_step = step
+        return self._saving.stall
+
+    def _resumed(self, folder: Path, extra: Mapping[str, Any], *, own: bool) -> Resumed:
+        step, dealing = extra["step"], Dealing(**extra["data"])
+        if dealing.num_ranks != self._me.num_ranks:
+            # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
+            torch.manual_seed(self._config.seed + step)
+        if own and self._me.rank == 0:
+            _forget_later(self._config.checkpoint_dir, folder)
+        self._tell(f"going on from {folder}, after step {step}")
+        self._saved_step = step if own else -1
+        return Resumed(step=step, folder=folder, dealing=dealing, own=own)
+
+    def _candidates(self) -> tuple[list[Path], bool]:
+        """Checkpoints to try, best first, and whether they are this run's: what rank 0 sees on its disk."""
+        world = join_world()
+        restarted = any(world.gather_objects(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
+        found: tuple[list[Path], bool] | mics.CheckpointError | None = None
+        if self._me.rank == 0:
+            try:
+                found = find_candidates(self._config, restarted=restarted, environ=os.environ)
+            except mics.CheckpointError as error:
+                found = error
+        found = world.gather_objects(found)[0]
+        if isinstance(found, mics.CheckpointError):
+            raise found
+        assert found is not None
+        return found
+
+
+def find_candidates(
+    config: TrainConfig, *, restarted: bool, environ: Mapping[str, str]
+) -> tuple[list[Path], bool]:
+    """Checkpoints to go on from, best first, and whether they are this run's; none where it begins anew."""
+    folder, wanted = config.checkpoint_dir, config.checkpoint.resume
+    if wanted == "latest" or _same_job(folder, restarted=restarted, environ=environ):
+        own = _newest_first(folder)
+        if own or wanted in ("auto", "latest"):
+            _note_job(config, environ)
+            return own, True
+    if wanted not in ("auto", "latest"):
+        path = Path(wanted)
+        candidates = [find_checkpoint(path)]
+        if candidates[0] != path:  # a folder of checkpoints
+            candidates = _newest_first(path)
+        if path.resolve() not in (folder.resolve(), *(each.resolve() for each in _newest_first(folder))):
+            _move_aside(folder)
+            _note_job(config, environ)
+            return candidates, False
+        _note_job(config, environ)
+        return candidates, True
+    _move_aside(folder)
+    _note_job(config, environ)
+    return [], True
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder: the one that ``latest`` names, then the steps before it."""
+    latest = latest_in(folder)
+    if latest is None:
+        return []
+    steps = [folder / step_name(step) for step in reversed(steps_in(folder))]
+    return [latest, *steps[steps.index(latest) + 1 :]]
+
+
+def _same_job(folder: Path, *, restarted: bool, environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's job is the one that these checkpoints are of.
+
+    torchrun counts restarts after failures, but not those for nodes that joined or left: there the job's name
+    tells. Without a name the count has to do.
+    """
+    job = environ.get("TORCHELASTIC_RUN_ID", _NO_JOB)
+    if job == _NO_JOB:
+        return restarted
+    file = folder / _JOB_FILE
+    return file.is_file() and file.read_text().strip() == job
+
+
+def _note_job(config: TrainConfig, environ: Mapping[str, str]) -> None:
+    if config.checkpoint.interval:
+        config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        (config.checkpoint_dir / _JOB_FILE).write_text(environ.get("TORCHELASTIC_RUN_ID", _NO_JOB) + "\n")
+
+
+def _move_aside(folder: Path) -> None:
+    """Make room for a new run's checkpoints. Those of the run before stay, until there is one more."""
+    if steps_in(folder):
+        folder.rename(_emptied(_previous_of(folder)))
+
+
+def _forget_later(folder: Path, chosen: Path) -> None:
+    """Let ``chosen`` be the latest. Those after it are torn, or of a course that is not taken again."""
+    steps = steps_in(folder)
+    chosen_step = next((step for step in steps if step_name(step) == chosen.name), None)
+    later = [] if chosen_step is None else [step for step in steps if step > chosen_step]
+    if later:
+        point_latest(folder, chosen.name)
+        previous = _emptied(_previous_of(folder))
+        for step in later:
+            (folder / step_name(step)).rename(previous / step_name(step))
+
+
+def _previous_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".previous")
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

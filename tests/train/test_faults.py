@@ -1,0 +1,73 @@
+"""Faults in `mics train`: it is started again, goes on from its latest checkpoint and ends as if nothing was.
+
+`python -m benchmarks.fault_suite` does the same at many random points.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.faults.fault import KINDS, MOMENTS, Fault, decode, draw_faults, encode
+from benchmarks.faults.job import Job
+
+from tests.train.rank_runs import reference_losses
+
+ARGS = ["--steps", "20", "--checkpoint.interval", "4"]
+FAULTS = [
+    Fault(kind="kill", moment="collective", step=7, rank=1),
+    Fault(kind="stop", moment="save", step=12, rank=0),
+    Fault(kind="node", moment="backward", step=15, rank=1),
+]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run that is killed inside a collective, hangs in a save, and loses a node."""
+    args = [*ARGS, "--launch.nodes", "2", "--launch.ranks-per-node", "1"]
+    job = Job(folder=tmp_path_factory.mktemp("faults"), args=args, faults=FAULTS)
+    assert job.run() == 0, job.output
+    return job
+
+
+@pytest.mark.slow
+def test_every_loss_is_the_uninterrupted_one_to_the_bit(job: Job, tmp_path: Path) -> None:
+    """Each step's loss and each validation is there once and equal; dropout and all."""
+    assert len(job.observations) == len(FAULTS), job.output
+    assert job.losses() == reference_losses(tmp_path, ARGS)
+
+
+@pytest.mark.slow
+def test_each_failure_is_one_line_that_names_the_rank_and_the_collective(job: Job) -> None:
+    """What is said at each restart; and that it went on from what `latest` named, which was whole."""
+    killed, stopped, node = job.observations
+    assert "rank 1 (node 1) was ended by SIGKILL; rank 0 was in " in killed.message
+    assert "the others waited in vain for rank 0; rank 1 was in " in stopped.message
+    assert "node 1 is gone: its agent was ended by SIGKILL" in node.message
+    for each in job.observations:
+        where = f"from {each.latest}" if each.latest else "from the beginning"
+        assert f"starting all ranks again, {where} (restart " in each.message
+        assert each.resumed_step == int(each.latest.removeprefix("step-") or 0)
+
+
+@pytest.mark.slow
+def test_the_others_notice_in_time(job: Job) -> None:
+    """A dead peer at once, a silent one after the timeout of 10 s; and the time to ask who is gone."""
+    killed, stopped, node = job.observations
+    for each, limit in ((killed, 10.0), (node, 10.0), (stopped, 20.0)):
+        assert each.noticed_seconds is not None and each.noticed_seconds < limit, each
+
+
+def test_drawn_faults_are_in_order_and_the_same_for_a_seed() -> None:
+    """A run meets them one after the other, on ranks that exist, and kinds and moments all occur."""
+    drawn = [
+        draw_faults(seed, num_faults=4, num_steps=24, interval=4, num_ranks=2, kinds=list(KINDS))
+        for seed in range(30)
+    ]
+    assert drawn[3] == draw_faults(3, num_faults=4, num_steps=24, interval=4, num_ranks=2, kinds=list(KINDS))
+    for faults in drawn:
+        assert [fault.step for fault in faults] == sorted({fault.step for fault in faults})
+        assert all(0 <= fault.rank < 2 and 2 <= fault.step < 24 for fault in faults)
+    flat = [fault for faults in drawn for fault in faults]
+    assert {fault.kind for fault in flat} == set(KINDS) and {fault.moment for fault in flat} == set(MOMENTS)
+    assert decode(encode(flat, "here")) == (flat, "here")

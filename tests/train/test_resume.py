@@ -1,0 +1,197 @@
+"""A run that goes on from a checkpoint is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mics.errors import CheckpointError
+from mics.train.checkpoints import find_candidates
+from mics.train.config import CheckpointSettings, TrainConfig
+from mics.train.data import Dealing
+from mics.train.launch import _free_port
+from tests.ranks import RankError, run_expecting_error, run_ranks
+from tests.train.rank_runs import train
+
+DROPOUT = ["--model.dropout", "0.1"]
+
+
+def run(folder: Path, *args: str, world: int = 4, trouble: str = "", at_step: int = 0) -> tuple[int, str]:
+    """Train on ranks of the pool; the exit code they agree on and what rank 0 showed."""
+    given = ["--output-dir", str(folder), *args]
+    answers = run_ranks(world, train, _free_port(), given, trouble, at_step, launch="variables")
+    codes = {code for code, _ in answers}
+    assert len(codes) == 1
+    return codes.pop(), answers[0][1]
+
+
+def run_badly(folder: Path, *args: str, world: int = 4, **trouble: Any) -> list[RankError]:
+    given = ["--output-dir", str(folder), *args]
+    values = (trouble.get("trouble", ""), trouble.get("at_step", 0))
+    return run_expecting_error(world, train, _free_port(), given, *values, launch="variables")
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """What was measured, without what a clock says."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss", "validation_loss", "grad_norm", "learning_rate")
+    return [
+        {key: row[key] for key in kept if key in row}
+        for row in found
+        if "checkpoint_stall_seconds" not in row
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps on four ranks with dropout, and the checkpoints after steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert run(folder, *DROPOUT)[0] == 0
+    return folder / "demo"
+
+
+def copied(reference: Path, tmp_path: Path, *, last_step: int) -> Path:
+    """The reference as it was when the checkpoint of ``last_step`` was its latest, some steps later."""
+    copy = tmp_path / "demo"
+    shutil.copytree(reference, copy)
+    for step in range(last_step + 4, 13, 4):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    (copy / "checkpoints" / "latest").write_text(f"step-{last_step}\n")
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    cut = next(i for i, line in enumerate(lines) if json.loads(line)["step"] == last_step + 3)
+    (copy / "metrics.jsonl").write_text("".join(lines[:cut]) + lines[cut][:20])  # killed while it wrote
+    return copy
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference: Path, tmp_path: Path) -> None:
+    """Weights, moments, schedule, data and every rank's dropout come back; no row is lost or twice."""
+    copy = copied(reference, tmp_path, last_step=4)
+    code, shown = run(tmp_path, *DROPOUT, "--checkpoint.resume", "latest")
+    assert code == 0
+    assert f"going on from {copy}/checkpoints/step-4, after step 4" in shown
+    assert rows(copy) == rows(reference)
+
+
+def test_a_torn_checkpoint_is_passed_over(reference: Path, tmp_path: Path) -> None:
+    """One byte of the latest is wrong: a warning names the file, and the one before it is taken."""
+    copy = copied(reference, tmp_path, last_step=8)
+    torn = max((copy / "checkpoints" / "step-8").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(torn.read_bytes())
+    content[len(content) // 2] ^= 1
+    torn.write_bytes(content)
+    code, shown = run(tmp_path, *DROPOUT, "--checkpoint.resume", "latest")
+    assert code == 0
+    assert f"warning: {torn}: expected what was written" in shown
+    assert f"going back to {copy}/checkpoints/step-4" in shown
+    assert rows(copy) == rows(reference)
+    assert (tmp_path / "demo/checkpoints.previous/step-8").is_dir(), "nothing is thrown away unasked"
+
+
+def test_going_back_makes_the_steps_after_it_history(reference: Path, tmp_path: Path) -> None:
+    """A run that is taken up at an earlier step of its own must not be restarted from a later one."""
+    copy = copied(reference, tmp_path, last_step=8)
+    code, _ = run(tmp_path, *DROPOUT, "--checkpoint.resume", str(copy / "checkpoints" / "step-4"))
+    assert code == 0
+    assert (tmp_path / "demo/checkpoints.previous/step-8").is_dir()
+    assert rows(copy) == rows(reference)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_fewer_and_more_ranks_go_on_with_the_same_sequences(
+    reference: Path, tmp_path: Path, world: int
+) -> None:
+    """The global batch stays: the losses are those of the reference but for the order of additions."""
+    plain = tmp_path / "plain"
+    assert run(plain)[0] == 0  # dropout would be drawn by other ranks
+    args = ("--checkpoint.resume", str(plain / "demo/checkpoints/step-4"))
+    assert run(tmp_path, *args, world=world)[0] == 0
+    found, expected = (
+        [row["loss"] for row in rows(folder / "demo") if "loss" in row and row["step"] > 4]
+        for folder in (tmp_path, plain)
+    )
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_world_that_does_not_divide_the_batch_is_an_error(reference: Path, tmp_path: Path) -> None:
+    """Sixteen sequences a step on three ranks: said at once, by all of them."""
+    copied(reference, tmp_path, last_step=4)
+    flags = (*DROPOUT, "--checkpoint.resume", "latest", "--sharding.partition-size", "1")
+    for error in run_badly(tmp_path, *flags, world=3):
+        assert error.is_a("SettingsError")
+        assert "divides the 16 sequences of a step" in error.message
+
+
+@pytest.mark.parametrize(
+    ("now", "batch_size", "micro_steps"), [(1, 4, 8), (2, 4, 4), (4, 4, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)]
+)
+def test_sequences_are_dealt_to_any_number_of_ranks(now: int, batch_size: int, micro_steps: int) -> None:
+    """Batches never grow, since nobody knows whether larger ones fit."""
+    before = Dealing(batch_size=4, micro_steps=2, num_ranks=4)
+    dealt = Dealing(batch_size=4, micro_steps=2, num_ranks=now).going_on_from(before)
+    assert dealt == Dealing(batch_size=batch_size, micro_steps=micro_steps, num_ranks=now)
+
+
+def test_one_rank_is_asked_to_leave_and_all_do_after_the_same_step(reference: Path, tmp_path: Path) -> None:
+    """SIGTERM on rank 1 in step 6: all save the same step and leave with 143; the run goes on from there."""
+    code, shown = run(tmp_path, *DROPOUT, trouble="term", at_step=6)
+    assert code == 143
+    latest = (tmp_path / "demo/checkpoints/latest").read_text().strip()
+    assert f"asked to leave: saved {tmp_path}/demo/checkpoints/{latest}" in shown
+    step = int(latest.removeprefix("step-"))
+    assert step >= 6
+    assert rows(tmp_path / "demo")[-1]["step"] == step
+    if step < 12:
+        assert run(tmp_path, *DROPOUT, "--checkpoint.resume", "latest")[0] == 0
+        assert rows(tmp_path / "demo") == rows(reference)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_its_unit(tmp_path: Path) -> None:
+    """The default: every rank raises the same error, which names the unit and the step."""
+    for error in run_badly(tmp_path, trouble="nan", at_step=3):
+        assert error.is_a("NonfiniteError")
+        assert "step 3: the norm of the gradients is nan, because of" in error.message
+        assert "unit 'blocks.0'" in error.message
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
+    """The update is left out on all ranks and the parameters stay finite; too many in a row end the run."""
+    flags = ("--optimizer.nonfinite", "skip", "--checkpoint.interval", "0")
+    code, shown = run(tmp_path, *flags, trouble="nan", at_step=3)
+    assert code == 0
+    assert "step 3: the norm of the gradients is nan" in shown and "left out (1 so far)" in shown
+    losses = [row["loss"] for row in rows(tmp_path / "demo") if "loss" in row]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    flags += ("--optimizer.max-skipped", "0")
+    for error in run_badly(tmp_path, *flags, trouble="nan", at_step=3):
+        assert error.is_a("NonfiniteError")
+        assert "at most optimizer.max_skipped=0 such steps in a row, found 1" in error.message
+
+
+def _config(folder: Path, resume: str = "auto") -> TrainConfig:
+    return TrainConfig(output_dir=folder, checkpoint=CheckpointSettings(resume=resume))
+
+
+def test_which_checkpoint_is_meant(reference: Path, tmp_path: Path) -> None:
+    """auto goes on in the same job alone; a new run moves the old checkpoints aside."""
+    copy = copied(reference, tmp_path, last_step=8)
+    steps = [copy / "checkpoints" / f"step-{step}" for step in (8, 4)]
+    alone: dict[str, str] = {}
+    named = {"TORCHELASTIC_RUN_ID": "nightly"}
+    assert find_candidates(_config(tmp_path), restarted=True, environ=alone) == (steps, True)
+    assert find_candidates(_config(tmp_path, "latest"), restarted=False, environ=named) == (steps, True)
+    # The job is known by its name now, also where nothing failed and a node has joined.
+    assert find_candidates(_config(tmp_path), restarted=False, environ=named) == (steps, True)
+    elsewhere = _config(tmp_path, str(reference / "checkpoints" / "step-4"))
+    assert find_candidates(elsewhere, restarted=False, environ=named)[0] == steps
+    other = {"TORCHELASTIC_RUN_ID": "another"}
+    found = find_candidates(elsewhere, restarted=True, environ=other)
+    assert found == ([reference / "checkpoints" / "step-4"], False)
+    assert (tmp_path / "demo/checkpoints.previous/step-8").is_dir()
+    assert find_candidates(_config(tmp_path), restarted=False, environ=alone) == ([], True)
+    with pytest.raises(CheckpointError, match="lastest: expected a checkpoint"):
+        find_candidates(_config(tmp_path, "lastest"), restarted=False, environ=os.environ)
