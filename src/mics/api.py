@@ -183,7 +183,7 @@ def audit(model: nn.Module) -> AuditReport:
     from time to time, and this checks it at once, for example after loading a checkpoint. Edits since the
     last forward are carried to all replicas first. Module buffers are not compared.
 
-    All ranks must call it, between optimizer steps. Two small collectives, and the host waits for the answer.
+    All ranks must call it, between optimizer steps. Three small collectives; the host waits for the answer.
     """
     return engine_of(model).boundary.audit.now()
 

@@ -123,11 +123,19 @@ class ReplicaAudit:
             before = self._conclude()
             self._refresh_edited()
             self._begin()
-            for difference in (before, self._conclude()):
-                if difference is not None:
-                    raise difference
+            self._raise_together(before or self._conclude())
         nbytes = sum(unit.param_shard.numel() * unit.param_shard.element_size() for unit in self._units)
         return AuditReport(step=self._num_steps, ranks=self._ranks, num_units=len(self._units), nbytes=nbytes)
+
+    def _raise_together(self, difference: ReplicaError | None) -> None:
+        """A difference in one replication group is an error in all: they would wait for its ranks."""
+        finder = 0.0 if difference is None else 1.0 + self._world.position
+        flag = torch.tensor(finder, device=self._device)
+        self._world.all_reduce(flag, "whether replicas differ", maximum=True)
+        if difference is not None:
+            raise difference
+        if flag.item():
+            raise elsewhere(int(flag.item()) - 1)
 
     def _begin(self) -> None:
         edited = [unit.holds_edit() for unit in self._units]
@@ -189,6 +197,15 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
             torch.sum(words * weights[: words.numel()], 0, out=place)
     # A word's weight is that of its place in its slice times that of the slice: odd as well.
     return (sums * _weights(_SLICE_NUMEL, num_slices, device)).sum(1)
+
+
+def elsewhere(rank: int) -> ReplicaError:
+    """For ranks whose own replicas are equal."""
+    return ReplicaError(
+        "replicas differ: expected the ranks of every replication group to hold equal parameters, "
+        f"found those of rank {rank}'s group to differ (this rank's do not); the error on that "
+        "rank says which ranks and units, and what to do"
+    )
 
 
 def odd_ones(values: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:

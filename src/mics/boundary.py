@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mics.audit import ReplicaAudit
+from mics.audit import ReplicaAudit, elsewhere
 from mics.comm.lanes import DONE
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError, ReplicaError
@@ -404,11 +404,7 @@ class Agreement:
 
         finder = int(self._theirs[3].item())
         if finder:
-            raise ReplicaError(
-                "replicas differ: expected the ranks of every replication group to hold equal parameters, "
-                f"found those of rank {finder - 1}'s group to differ (this rank's do not); the error on that "
-                "rank says which ranks and units, and what to do"
-            )
+            raise elsewhere(finder - 1)
 
     def used(self, unit: Unit, index: int) -> bool:
         """Whether any rank got a gradient for this parameter (after :meth:`settle`)."""

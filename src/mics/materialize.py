@@ -26,7 +26,9 @@ def place_buffers(model: nn.Module, device: torch.device, world: Collectives) ->
         from_meta = [name for name in names if _buffer(module, name).is_meta]
         for name in names:
             old = _buffer(module, name)
-            module._buffers[name] = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
+            new = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
+            repeats = any(n > 1 and stride == 0 for n, stride in zip(new.shape, new.stride(), strict=True))
+            module._buffers[name] = new.contiguous() if repeats else new  # else it cannot be written
         if from_meta:
             _fill_buffers(model, module, from_meta)
     buffers = list(model.buffers())

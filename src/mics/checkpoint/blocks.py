@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,8 +20,42 @@ from mics.checkpoint.digests import best_digest, digest_of
 from mics.checkpoint.index import BLOCK_NBYTES, StoredFile
 from mics.errors import CheckpointError
 
+T = TypeVar("T")
 _FLUSH_NBYTES: Final = 64 << 20
 _NUM_AHEAD: Final = 3
+
+
+class Worker:
+    """A thread that does one thing after the other.
+
+    No pool of the standard library: those end before the handlers that a background save is finished in.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    def close(self) -> None:
+        """Finish what was given to it."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 class BlockWriter:
@@ -27,8 +63,9 @@ class BlockWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="mics-write")
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="mics-fsync")
+        self._writer = Worker("mics-write")
+        self._disk = Worker("mics-fsync")
+        self._error: BaseException | None = None
         self._name = best_digest()
         self._digest = digest_of(self._name)
         self._block = bytearray(BLOCK_NBYTES)  # that is being filled
@@ -47,8 +84,8 @@ class BlockWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.shutdown()
-        self._disk.shutdown()
+        self._writer.close()
+        self._disk.close()
         self._file.close()
 
     def write(self, content: Any) -> int:
@@ -76,7 +113,11 @@ class BlockWriter:
         They are written as they lie in memory, which is how we know them.
         """
         self._watched = values.data_ptr()
-        torch.save(values, cast(IO[bytes], self))
+        try:
+            torch.save(values, cast(IO[bytes], self))
+        except RuntimeError as error:
+            # It ends its archive also when writing has failed, and then complains about that instead.
+            raise self._error or error from None
         assert not self._watched, "torch.save copies what it writes"
         return self._seen_at
 
@@ -103,7 +144,11 @@ class BlockWriter:
     def _await_block(self) -> bytearray:
         """Wait for the oldest block, or raise what prevented it; its memory is free again."""
         future, block = self._leaving.popleft()
-        self._digests.append(future.result())
+        try:
+            self._digests.append(future.result())
+        except OSError as error:
+            self._error = error
+            raise
         return block
 
     def _put(self, block: memoryview) -> str:

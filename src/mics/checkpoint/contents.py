@@ -6,7 +6,7 @@ torch's own APIs have them once they are flattened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from mics.unit import Unit
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
+_EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +91,23 @@ class Contents:
 
 
 def contents_of(model: nn.Module, engine: Engine) -> Contents:
-    """Everything that ``model.state_dict()`` names."""
+    """Everything that ``model.state_dict()`` names, as it is: hooks may put copies there."""
     places = {id(shard): (unit, i) for unit in engine.units for i, shard in enumerate(unit.shards)}
     names: dict[int, list[str]] = {}
-    buffers, module_state = {}, {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            module_state[name] = value
-        elif id(value) in places:
-            names.setdefault(id(value), []).append(name)
-        else:
-            buffers[name] = value.detach()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    state = model.state_dict(keep_vars=True)
+    buffers = {
+        name: buffer.detach()
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name in state  # the others are not persistent
+    }
+    known = {name for found in names.values() for name in found} | buffers.keys()
+    module_state = {
+        name: value
+        for name, value in state.items()
+        if name not in known and (name.endswith(_EXTRA_STATE) or not isinstance(value, Tensor))
+    }
     params = [
         Held(unit=places[key][0], index=places[key][1], names=tuple(found)) for key, found in names.items()
     ]
@@ -111,16 +118,26 @@ def state_name(param: str, entry: str) -> str:
     return f"{OPTIMIZER}state.{param}.{entry}"
 
 
-def parts_to_save(contents: Contents, optimizer: Optimizer | None, *, rank: int) -> Iterator[Part]:
+def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """One optimizer, several that share the parameters out, or none."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: int) -> Iterator[Part]:
     """What this rank writes: every element of every tensor is written by one rank."""
     for held in contents.params:
         yield held.part(MODEL + held.name, held.shard, once=True)
     if rank == 0:
         for name, buffer in contents.buffers.items():
             yield _whole(MODEL + name, buffer)
-    if optimizer is not None:
-        for held in contents.params:
-            yield from _state_parts(held, optimizer.state.get(held.shard, {}))
+    for held in contents.params:
+        states = [each.state[held.shard] for each in optimizers if each.state.get(held.shard)]
+        if len(states) > 1:
+            raise SettingsError(f"{held.name}: expected one optimizer with state for it, found {len(states)}")
+        for state in states:
+            yield from _state_parts(held, state)
 
 
 def _state_parts(held: Held, state: dict[str, Any]) -> Iterator[Part]:

@@ -12,17 +12,20 @@ run ends at, ``latest`` names a whole checkpoint.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Final
 
 from mics.checkpoint.index import INDEX_NAME, sync_folder, write_durably
-from mics.errors import CheckpointError
+from mics.errors import CheckpointError, SettingsError
 
 LATEST: Final = "latest"
 _STEP: Final = re.compile(r"step-(\d+)")
-_LEFTOVER: Final = re.compile(r"\.step-\d+\.(partial|removed)")
+_LEFTOVER: Final = re.compile(r"\.(step-\d+)\.(partial|removed|previous)")
+_OURS: Final = re.compile(r"__\d+_\d+\.distcp|rank-\d+\.json|\.metadata|mics\.json(\.sha256)?(\.tmp)?")
+_LOG: Final = logging.getLogger("mics")
 
 
 def partial_of(folder: Path) -> Path:
@@ -32,6 +35,21 @@ def partial_of(folder: Path) -> Path:
 
 def _previous_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.previous")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise if something stands at ``folder`` that is no checkpoint: nothing else is ever removed."""
+    if not folder.exists():
+        return
+    strange = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else ["a file"]
+    strange = [name for name in strange if not _OURS.fullmatch(name)]
+    if strange:
+        raise SettingsError(
+            f"{folder}: expected no folder there, an empty one or a checkpoint, found "
+            f"{', '.join(strange[:3])}"
+            f"{', ...' if strange[3:] else ''}; give a path of its own, or step=... for a folder of "
+            "checkpoints"
+        )
 
 
 def begin(folder: Path) -> Path:
@@ -65,25 +83,33 @@ def point_latest(root: Path, name: str) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Remove all but the last ``keep`` steps, oldest first, and never the one that ``latest`` names."""
+    """Remove all but the last ``keep`` that were saved, and never the one that ``latest`` names.
+
+    The last that were saved, not the highest: a run that went back saves lower steps again.
+    """
     if keep is None:
         return
-    named = (root / LATEST).read_text().strip()
-    for step in sorted(steps_in(root))[:-keep]:
+    named = _pointed(root)
+    for step in steps_in(root)[:-keep]:
         if step_name(step) != named:
             # A name of its own first: a folder that is half removed must not look like a checkpoint.
             doomed = root / f".{step_name(step)}.removed"
-            shutil.rmtree(doomed, ignore_errors=True)
-            (root / step_name(step)).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            try:
+                shutil.rmtree(doomed, ignore_errors=True)
+                (root / step_name(step)).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+            except OSError as error:
+                _LOG.warning("%s: could not be removed: %s", root / step_name(step), error)
 
 
 def sweep(root: Path) -> None:
-    """Remove what runs that were killed have left among the checkpoints of steps."""
-    if root.is_dir():
-        for each in root.iterdir():
-            if _LEFTOVER.fullmatch(each.name):
-                shutil.rmtree(each, ignore_errors=True)
+    """Clear away what runs that were killed have left among the checkpoints of steps."""
+    for each in list(root.iterdir()) if root.is_dir() else []:
+        match = _LEFTOVER.fullmatch(each.name)
+        if match and match[2] == "previous" and not (root / match[1]).exists():
+            each.rename(root / match[1])  # killed between the two: the old one is the only one
+        elif match:
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def step_name(step: int) -> str:
@@ -91,22 +117,33 @@ def step_name(step: int) -> str:
 
 
 def steps_in(root: Path) -> list[int]:
-    """The steps that have a whole checkpoint."""
-    if not root.is_dir():
-        return []
-    found = ((_STEP.fullmatch(each.name), each) for each in root.iterdir())
-    return sorted(int(match[1]) for match, each in found if match and (each / INDEX_NAME).is_file())
+    """The steps that have a whole checkpoint, in the order in which they were saved."""
+    found = []
+    for each in root.iterdir() if root.is_dir() else ():
+        match, index = _STEP.fullmatch(each.name), each / INDEX_NAME
+        if match and step_name(int(match[1])) == each.name and index.is_file():
+            found.append((index.stat().st_mtime_ns, int(match[1])))
+    return [step for _, step in sorted(found)]
 
 
 def latest_in(root: Path) -> Path | None:
-    """The folder that ``latest`` names; where it names none that is whole, the last step that is."""
-    pointer = root / LATEST
-    if pointer.is_file():
-        folder = root / pointer.read_text().strip()
-        if (folder / INDEX_NAME).is_file():
-            return folder
+    """The folder that ``latest`` names; where it names none that is whole, the last that was saved."""
+    named = _pointed(root)
+    if named:
+        for folder in (root / named, _previous_of(root / named)):
+            if (folder / INDEX_NAME).is_file():
+                return folder
     steps = steps_in(root)
     return root / step_name(steps[-1]) if steps else None
+
+
+def _pointed(root: Path) -> str:
+    """The name in ``latest``, or nothing."""
+    try:
+        name = (root / LATEST).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return name if _STEP.fullmatch(name) else ""
 
 
 def find_checkpoint(path: Path) -> Path:

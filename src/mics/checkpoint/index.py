@@ -74,6 +74,8 @@ class Index:
     """What stands before the names of the model's tensors."""
     beside: frozenset[str] = frozenset()
     """Names that begin so and are not the model's."""
+    is_ours: bool = False
+    """Written by mics from a sharded model, so names are exactly what they should be."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tied parameters."""
     about: dict[str, Any] = field(default_factory=dict)
@@ -109,13 +111,60 @@ def read_index(folder: Path) -> Index:
             f"{file}: expected what was written, found something else (its digest differs); take another "
             "checkpoint"
         )
-    found = json.loads(text)
-    if found.get("format") != FORMAT:
+    try:
+        found = json.loads(text)
+        version = found["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected an index of mics, found something else: {error!r}") from None
+    if version != FORMAT:
         raise CheckpointError(
-            f"{file}: expected format {FORMAT}, found {found.get('format')!r}; it was written by another "
-            "version of mics"
+            f"{file}: expected format {FORMAT}, found {version!r}; it was written by another version of mics"
         )
-    return _from_json(found)
+    try:
+        index = _from_json(found)
+        for name, stored in index.files.items():
+            _check_file(name, stored)
+        for name, tensor in index.tensors.items():
+            _check_tensor(name, tensor, index.files)
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: expected an index that fits together, found one that does not: {error}"
+        ) from None
+    return index
+
+
+def _check_file(name: str, stored: StoredFile) -> None:
+    """Of this folder, and with a digest for every byte."""
+    if not name or name != Path(name).name:
+        raise CheckpointError(f"{name!r} is no plain file name")
+    if stored.nbytes < 0 or stored.block_nbytes < 1:
+        raise CheckpointError(f"{name}: {stored.nbytes} bytes in blocks of {stored.block_nbytes}")
+    if len(stored.digests) != -(-stored.nbytes // stored.block_nbytes):
+        raise CheckpointError(f"{name}: {len(stored.digests)} digests for {stored.nbytes:,} bytes")
+
+
+def _check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, StoredFile]) -> None:
+    """Chunks are ranges of its elements that follow each other, and lie inside their files."""
+    strides = [1] * len(tensor.shape)
+    for dim in range(len(tensor.shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * tensor.shape[dim]
+    ranges = []
+    for chunk in tensor.chunks:
+        box = chunk.box
+        bounds = zip(box.offsets, box.sizes, tensor.shape, strict=True)
+        stop = chunk.position + box.numel * tensor.dtype.itemsize
+        if not all(a >= 0 and n > 0 and a + n <= size for a, n, size in bounds):
+            raise CheckpointError(f"{name}: a chunk outside of its shape {tensor.shape}")
+        if chunk.position < 0 or stop > files[chunk.file].nbytes:
+            raise CheckpointError(f"{name}: a chunk outside of its file {chunk.file}")
+        ranges.append((sum(a * stride for a, stride in zip(box.offsets, strides, strict=True)), box.numel))
+    at = 0
+    for start, numel in sorted(ranges):
+        if start != at:
+            raise CheckpointError(f"{name}: chunks that overlap or leave something out")
+        at += numel
+    if at != Box((), tensor.shape).numel:
+        raise CheckpointError(f"{name}: chunks for {at:,} of its elements")
 
 
 def write_durably(file: Path, content: bytes) -> None:
@@ -203,6 +252,7 @@ def _from_json(found: Mapping[str, Any]) -> Index:
             )
             for name, entry in found["files"].items()
         },
+        is_ours="imported_from" not in found["about"],
         aliases=found["aliases"],
         about=found["about"],
         param_groups=found["param_groups"],

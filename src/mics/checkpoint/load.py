@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from mics.checkpoint.blocks import BlockReader
-from mics.checkpoint.contents import Contents, Held, Part, contents_of
+from mics.checkpoint.contents import Contents, Held, Part, as_list, contents_of
 from mics.checkpoint.folders import find_checkpoint
 from mics.checkpoint.foreign import open_checkpoint
 from mics.checkpoint.index import Index, StoredTensor
@@ -38,7 +38,7 @@ _LOG: Final = logging.getLogger("mics")
 def load(
     path: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     extra_state: Mapping[str, Any] | None = None,
     *,
     strict: bool = True,
@@ -54,33 +54,49 @@ def load(
     restored where the world is as large as it was. With ``strict=False`` parameters that the checkpoint does
     not have stay as they are, and tensors that the model does not have are ignored.
     """
+    with torch.inference_mode(False), torch.no_grad():
+        return _load(Path(path), model, as_list(optimizer), extra_state or {}, strict=strict)
+
+
+def _load(
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    extra_state: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> dict[str, Any]:
     engine = engine_of(model)
     check_real(engine, "mics.load")
     finish_saving(model)
-    folder, index = _open(Path(path), engine)
+    folder, index = _open(path, engine)
+    # Everything that can be found wrong without values comes first: the model is still as it was.
+    own = _read_own(folder, index, engine, extra_state)
     contents = contents_of(model, engine)
     wanted = _Wanted(index=index)
     _want_model(wanted, contents, strict=strict, base=getattr(model, "base_model_prefix", ""))
-    filled = None if optimizer is None else _want_optimizer(wanted, contents, optimizer, strict=strict)
+    fills = [_Fill.plan(wanted, contents, optimizer, strict=strict) for optimizer in optimizers]
     wanted.raise_problems(folder)
     if engine.world.rank == 0:
         for remark in filter(None, [index.about.get("not_read"), *wanted.remarks]):
             _LOG.warning("%s: %s", folder, remark)
     for unit in engine.units:
         unit.settle_params()
-    _read(folder, index, wanted.parts, engine)
+    try:
+        _read(folder, index, wanted.parts, engine)
+    finally:
+        for held in contents.params:
+            torch.autograd.graph.increment_version(held.shard)  # the units send new values around
     for tensor, place in wanted.strided:
         tensor.copy_(place)
-    for held in contents.params:
-        torch.autograd.graph.increment_version(held.shard)  # the units send new values around
     if index.module_state:
         state = decode(index.module_state)
         model.load_state_dict(
             {name: state[name] for name in contents.module_state if name in state}, strict=False
         )
-    if optimizer is not None and filled is not None:
-        _fill_optimizer(optimizer, contents, filled, index)
-    return _restore_own(folder, index, engine, extra_state or {})
+    for fill in fills:
+        fill.run()
+    return _restore_own(index, engine, own, extra_state)
 
 
 def _open(path: Path, engine: Engine) -> tuple[Path, Index]:
@@ -89,8 +105,8 @@ def _open(path: Path, engine: Engine) -> tuple[Path, Index]:
     if engine.world.rank == 0:
         try:
             folder = find_checkpoint(path)
-        except CheckpointError as caught:
-            error = caught
+        except (CheckpointError, OSError) as caught:
+            error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"{path}: {caught}")
     folder, error = engine.world.gather_objects((folder, error))[0]
     if error is not None:
         raise error
@@ -179,14 +195,66 @@ def _refuse_strange(wanted: _Wanted, prefix: str, known: set[str]) -> None:
         wanted.remarks.append(f"the model has no {', '.join(strange[:5])}{', ...' if strange[5:] else ''}")
 
 
-_Filled = dict[int, dict[str, Tensor]]  # by id of the shard: the entries of its state
+_Entries = dict[int, dict[str, Tensor]]  # by id of the shard: the entries of its state
+# How an optimizer computes, not what: the one that is there knows what fits its device.
+_IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *, strict: bool) -> _Filled:
+@dataclass(frozen=True, kw_only=True)
+class _Fill:
+    """The state and settings that an optimizer will be given."""
+
+    optimizer: Optimizer
+    entries: _Entries
+    groups: list[dict[str, Any]]
+    strict: bool
+
+    @staticmethod
+    def plan(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *, strict: bool) -> _Fill:
+        entries = _want_optimizer(wanted, contents, optimizer, strict=strict)
+        groups = _settings(wanted, contents, optimizer)
+        return _Fill(optimizer=optimizer, entries=entries, groups=groups, strict=strict)
+
+    def run(self) -> None:
+        """By the way that optimizers provide for it."""
+        groups, state, number = [], {}, 0
+        for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
+            numbers = []
+            for param in group["params"]:
+                if id(param) in self.entries:
+                    state[number] = self.entries[id(param)]
+                elif not self.strict and self.optimizer.state.get(param):
+                    state[number] = dict(self.optimizer.state[param])
+                numbers.append(number)
+                number += 1
+            groups.append({**settings, "params": numbers})
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _settings(wanted: _Wanted, contents: Contents, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Those of the checkpoint for each group of the optimizer, where it has any."""
+    index = wanted.index
+    options = {} if index.param_groups is None else _options_by_param(decode(index.param_groups))
+    names = {id(held.shard): held.names for held in contents.params}
+    found = []
+    for group in optimizer.param_groups:
+        saved = [options[n] for param in group["params"] for n in names.get(id(param), ()) if n in options]
+        if any(each != saved[0] for each in saved):
+            wanted.problems.append(
+                "optimizer: expected the parameters of a group to have had the same settings, found "
+                "different "
+                "ones; group them as they were when the checkpoint was saved"
+            )
+        present = {key: value for key, value in group.items() if key != "params"}
+        found.append({**present, **(saved[0] if saved else {})})
+    return found
+
+
+def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *, strict: bool) -> _Entries:
     """Memory for the state of every parameter that the checkpoint has state of, wanted from there."""
     entries = state_entries(wanted.index, [name for held in contents.params for name in held.names])
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    filled: _Filled = {}
+    filled: _Entries = {}
     sharded: dict[tuple[str, torch.dtype], list[tuple[Held, str, StoredTensor]]] = {}  # what has no memory
     for held in contents.params:
         own = next((entries[name] for name in held.names if name in entries), {})
@@ -229,35 +297,9 @@ def _fits(value: Any, held: Held, stored: StoredTensor) -> TypeGuard[Tensor]:
     )
 
 
-def _fill_optimizer(optimizer: Optimizer, contents: Contents, filled: _Filled, index: Index) -> None:
-    """Give the optimizer its state and its settings, by the way that optimizers provide."""
-    options = _options_by_param(decode(index.param_groups)) if index.param_groups is not None else {}
-    names = {id(held.shard): held.names for held in contents.params}
-    groups, state, number = [], {}, 0
-    for group in optimizer.param_groups:
-        own = [
-            options[name] for param in group["params"] for name in names.get(id(param), ()) if name in options
-        ]
-        if any(each != own[0] for each in own):
-            raise CheckpointError(
-                "optimizer: expected the parameters of a group to have had the same settings, found "
-                "different ones; "
-                "group them as they were when the checkpoint was saved"
-            )
-        saved = own[0] if own else {key: value for key, value in group.items() if key != "params"}
-        numbers = []
-        for param in group["params"]:
-            if id(param) in filled:
-                state[number] = filled[id(param)]
-            numbers.append(number)
-            number += 1
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, **saved, "params": numbers})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
 def _options_by_param(groups: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
-        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        name: {k: v for k, v in group.items() if k not in ("params", "param_names", *_IMPLEMENTATION)}
         for group in groups
         for name in group["params"]
     }
@@ -284,30 +326,39 @@ def _read(folder: Path, index: Index, parts: list[tuple[Part, str]], engine: Eng
     except CheckpointException as error:
         _, (cause, _) = min(error.failures.items())
         if isinstance(cause, CheckpointError):
-            raise cause from None
+            raise CheckpointError(f"{cause}. Parameters that were read before are in the model") from None
         raise CheckpointError(f"{folder}: could not be read: {type(cause).__name__}: {cause}") from error
 
 
-def _restore_own(folder: Path, index: Index, engine: Engine, given: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's random state and extra state."""
+def _read_own(folder: Path, index: Index, engine: Engine, given: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's random state and extra state; an error on one rank is one on all."""
     same = index.about.get("world_size") == engine.world.size
     name = rank_file(engine.world.rank if same else 0)
     own: dict[str, Any] = {}
     error: CheckpointError | None = None
-    if name in index.files:
-        try:
+    try:
+        if name in index.files:
             own = decode(json.loads(_content(folder / name, index, name)))
-        except CheckpointError as caught:
-            error = caught
+        extra = own.get("extra_state", {})
+        missing = [key for key in given if key not in extra]
+        if missing:
+            had = ", ".join(map(repr, extra)) or "none"
+            error = CheckpointError(f"{folder}: expected extra_state {missing[0]!r}, found {had}")
+    except CheckpointError as caught:
+        error = caught
+    except Exception as caught:
+        error = CheckpointError(f"{folder / name}: expected values that mics wrote, found {caught!r}")
     _raise_first(engine.world.gather_objects(error))
-    if same and "random" in own:
+    return own
+
+
+def _restore_own(
+    index: Index, engine: Engine, own: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    if index.about.get("world_size") == engine.world.size and "random" in own:
         restore_random_state(own["random"], engine.device)
     extra: dict[str, Any] = own.get("extra_state", {})
     for key, value in given.items():
-        if key not in extra:
-            raise CheckpointError(
-                f"{folder}: expected extra_state {key!r}, found {', '.join(map(repr, extra)) or 'none'}"
-            )
         if hasattr(value, "load_state_dict"):
             value.load_state_dict(extra[key])
     return extra
@@ -315,8 +366,8 @@ def _restore_own(folder: Path, index: Index, engine: Engine, given: Mapping[str,
 
 def _content(path: Path, index: Index, name: str) -> bytes:
     stored = index.files[name]
-    content = bytearray(stored.nbytes)
-    with BlockReader(path, stored, [range(stored.nbytes)]) as reader:
+    with BlockReader(path, stored, [range(stored.nbytes)]) as reader:  # which looks at the size first
+        content = bytearray(stored.nbytes)
         reader.read_into(0, memoryview(content))
     return bytes(content)
 

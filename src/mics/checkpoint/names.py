@@ -37,6 +37,8 @@ def model_names(index: Index, names: Collection[str], *, base: str = "") -> Mode
     ``base`` is the part of the model that checkpoints may have been made from alone: transformers save
     GPT2Model as wte.weight, which is transformer.wte.weight of GPT2LMHeadModel.
     """
+    if index.is_ours:
+        return ModelNames(prefix=index.model_prefix)
     found = _best_prefix(index, names)
     if found is None and base:
         shorter = {name.removeprefix(f"{base}.") for name in names if name.startswith(f"{base}.")}

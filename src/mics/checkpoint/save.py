@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import threading
 import time
 import warnings
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 import mics.checkpoint.folders as folders
-from mics.checkpoint.contents import MODEL, Contents, Part, contents_of, groups_by_name, parts_to_save
+from mics.checkpoint.contents import (
+    MODEL,
+    Contents,
+    Part,
+    as_list,
+    contents_of,
+    groups_by_name,
+    parts_to_save,
+)
 from mics.checkpoint.index import Index, StoredChunk, StoredTensor, write_index
 from mics.checkpoint.random_state import random_state
 from mics.checkpoint.staging import Staging
@@ -63,15 +72,17 @@ class Saving:
         return self.folder
 
 
-# The save under way for each model, and the memory it copies to; the next one waits for it.
+_LOG: Final = logging.getLogger("mics")
+# The last save of each model in the background, and the memory it copies to; the next one waits for it.
 _under_way: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()
+_running: set[Saving] = set()  # all that have not ended, whether or not their model is still there
 _staging: weakref.WeakKeyDictionary[Engine, Staging] = weakref.WeakKeyDictionary()
 
 
 def save(
     path: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     extra_state: Mapping[str, Any] | None = None,
     *,
     step: int | None = None,
@@ -87,14 +98,15 @@ def save(
     scheduler, a gradient scaler, a data loader). Each rank's own is kept, as is its random state.
 
     With ``wait=False`` training goes on once everything is copied to host memory. The next save waits for
-    this one, and raises what went wrong; so does ``wait()`` of what is returned.
+    this one, and raises what went wrong; so does ``wait()`` of what is returned. Call that before
+    ``destroy_process_group()``: the ranks still have to tell each other that all is on disk.
     """
     began = time.perf_counter()
     engine = engine_of(model)
     check_real(engine, "mics.save")
     finish_saving(model)
     job = _agreed(engine, lambda: _prepare(engine, model, optimizer, extra_state or {}, path, step, keep))
-    saving = Saving(job.folder)
+    saving = Saving(Path(path) if step is None else Path(path) / job.folder.name)
     saving.nbytes = sum(part.nbytes for part in job.parts)
     if wait:
         job.run()
@@ -109,13 +121,18 @@ def save(
     job = replace(job, parts=copied, ready=ready)
     saving._thread = threading.Thread(target=_run, args=(job, saving), name="mics-save", daemon=True)
     _under_way[engine] = saving
+    _running.add(saving)
     saving._thread.start()
     saving.stall = time.perf_counter() - began
     return saving
 
 
 def finish_saving(model: nn.Module) -> None:
-    """Wait for a save of this model that is under way, and raise what went wrong with it."""
+    """Wait for all saves under way, and raise what went wrong with that of this model.
+
+    Those of other models too: there is one process group for this, and its messages must not be mixed up.
+    """
+    _finish_all()
     saving = _under_way.pop(engine_of(model), None)
     if saving is not None:
         saving.wait()
@@ -124,7 +141,7 @@ def finish_saving(model: nn.Module) -> None:
 @atexit.register
 def _finish_all() -> None:
     """A script that ends after ``save(wait=False)`` still has its checkpoint."""
-    for saving in list(_under_way.values()):
+    for saving in list(_running):
         if saving._thread is not None:
             saving._thread.join()
 
@@ -133,7 +150,11 @@ def _run(job: Job, saving: Saving) -> None:
     try:
         job.run()
     except BaseException as error:
+        # At once: whoever never asks for the result must know too.
+        _LOG.error("a save in the background failed: %s", error)
         saving._error = error
+    finally:
+        _running.discard(saving)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,30 +276,34 @@ class Job:
 def _prepare(
     engine: Engine,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     extra_state: Mapping[str, Any],
     path: str | Path,
     step: int | None,
     keep: int | None,
 ) -> Job:
     _check(step=step, keep=keep)
-    root = Path(path)
-    contents = contents_of(model, engine)
+    root = Path(path).resolve()  # the working directory may change while it is written
+    folder = root if step is None else root / folders.step_name(step)
     rank = engine.world.rank
-    groups = None if optimizer is None else groups_by_name(optimizer, contents)
+    if rank == 0:
+        folders.check_replaceable(folder)
+    contents = contents_of(model, engine)
+    optimizers = as_list(optimizer)
+    groups = None if optimizer is None else [g for each in optimizers for g in groups_by_name(each, contents)]
     own = {
         "extra_state": encode(states_of(extra_state), "extra_state"),
         "random": encode(random_state(engine.device), "random"),
     }
     return Job(
         root=root,
-        folder=root if step is None else root / folders.step_name(step),
+        folder=folder,
         step=step,
         keep=keep,
         rank=rank,
         world=engine.world,
         group=engine.world.host_group(),
-        parts=[part for part in parts_to_save(contents, optimizer, rank=rank) if part.span],
+        parts=[part for part in parts_to_save(contents, optimizers, rank=rank) if part.span],
         contents=contents,
         about={
             "step": step,
@@ -296,6 +321,14 @@ def _prepare(
 
 def states_of(extra_state: Mapping[str, Any]) -> dict[str, Any]:
     """``extra_state`` with the states of objects in place of the objects."""
+    for name, value in extra_state.items():
+        if isinstance(value, Optimizer | nn.Module):
+            raise SettingsError(
+                f"extra_state.{name}: expected what is no part of the sharded model, found "
+                f"{type(value).__name__}, "
+                "whose state is this rank's part alone; several optimizers go to optimizer=[a, b], another "
+                "model is saved by a call of its own"
+            )
     return {
         name: value.state_dict() if hasattr(value, "state_dict") else value
         for name, value in extra_state.items()
@@ -329,6 +362,8 @@ def _agreed(engine: Engine, prepare: Callable[[], Job]) -> Job:
 
 def check_real(engine: Engine, what: str) -> None:
     """Raise where there are no other ranks to save with, or to load for."""
+    if engine.schedule.suspended:
+        raise SettingsError(f"{what}: expected a sharded model, found one inside mics.summon; leave it first")
     if emulated_cluster() is not None:
         raise SettingsError(
             f"{what}: expected real ranks, found an emulated cluster: the other ranks' parameters do not "

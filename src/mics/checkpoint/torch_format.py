@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import io
 import pickle
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,7 +101,8 @@ class PartSavePlanner(SavePlanner):
             if isinstance(tensor, TensorStorageMetadata):
                 _check_covered(name, tensor)
         for alias, name in self._aliases.items():
-            tensors[alias] = tensors[name]
+            if name in tensors:  # a parameter without elements is written by nobody
+                tensors[alias] = tensors[name]
         # Where each name belongs in the nested dicts that DCP's tools make of it.
         metadata.planner_data = {name: nested_path(name) for name in tensors}
         return plans, metadata
@@ -219,7 +222,7 @@ class PartWriter(StorageWriter):
         for index, info in storage.items():
             by_name.setdefault(index.fqn, []).append((index, info))
         for alias, name in self._aliases.items():
-            for index, info in by_name[name]:
+            for index, info in by_name.get(name, ()):
                 storage[MetadataIndex(alias, index.offset, index.index)] = info
         metadata.storage_data = storage
         metadata.storage_meta = StorageMeta()
@@ -254,12 +257,13 @@ class PartLoadPlanner(LoadPlanner):
         for number, (part, name) in enumerate(self._wanted):
             stored = self._index.find(name)
             assert stored is not None, name
+            near = _Near(stored.chunks)
             found = 0
             for start, box in boxes_of(part.shape, part.span):
                 at = start - part.span.start
                 dest = MetadataIndex(part.name, box.offsets, number)
                 self._values[dest] = part.values[at : at + box.numel].view(box.sizes)
-                for chunk in stored.chunks:
+                for chunk in near.to(box):
                     both = box.overlap(chunk.box)
                     if both is not None:
                         found += both.numel
@@ -289,6 +293,24 @@ class PartLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("no bytes are asked for")
+
+
+class _Near:
+    """Finds the chunks of a tensor that a box can overlap, without looking at all that many ranks wrote."""
+
+    def __init__(self, chunks: Sequence[StoredChunk]) -> None:
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.box.offsets)
+        rows = [(chunk.box.offsets[0], chunk.box.sizes[0]) for chunk in self._chunks if chunk.box.offsets]
+        self._starts = [start for start, _ in rows]
+        self._stops = [start + size for start, size in rows]
+        # Ranges in flat order are in order of their last rows too. Tiles of others may not be.
+        self._in_order = bool(rows) and all(a <= b for a, b in pairwise(self._stops))
+
+    def to(self, box: Box) -> Sequence[StoredChunk]:
+        if not self._in_order:
+            return self._chunks
+        first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
+        return self._chunks[bisect_right(self._stops, first) : bisect_left(self._starts, last)]
 
 
 def _read_item(name: str, stored: Box, dest: MetadataIndex, box: Box, both: Box) -> ReadItem:

@@ -31,7 +31,8 @@ def encode(value: Any, where: str) -> Any:
         case list():
             return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         case set() | frozenset():
-            return {"$set": [encode(item, where) for item in sorted(value, key=repr)]}
+            tag = "$set" if isinstance(value, set) else "$frozenset"
+            return {tag: [encode(item, where) for item in sorted(value, key=repr)]}
         case Tensor():
             plain = value.detach().to("cpu").contiguous()
             raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
@@ -43,7 +44,7 @@ def encode(value: Any, where: str) -> Any:
             return {"$array": [array.dtype.str, list(array.shape), _text(array.tobytes())]}
         case dict():
             if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                return {str(key): encode(item, f"{where}.{key}") for key, item in value.items()}
+                return {str.__str__(key): encode(item, f"{where}.{key}") for key, item in value.items()}
             pairs = [[encode(k, where), encode(item, f"{where}.{k}")] for k, item in value.items()]
             return {"$dict": pairs}
     raise _cannot(value, where)
@@ -64,6 +65,8 @@ def decode(value: Any) -> Any:
                 return tuple(decode(item) for item in content)
             case "$set":
                 return {decode(item) for item in content}
+            case "$frozenset":
+                return frozenset(decode(item) for item in content)
             case "$dict":
                 return {decode(key): decode(item) for key, item in content}
             case "$tensor":
@@ -83,7 +86,9 @@ def decode(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     # Subclasses (an IntEnum, numpy's float64, which is a float) would not come back as what they are, but as
     # numbers and strings: that is what they are used as.
-    for kind in (bool, int, float, str):
+    if isinstance(value, str):
+        return str.__str__(value)  # str() of an enum is its name
+    for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)
     return None
