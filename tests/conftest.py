@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="quick",
         help="exactness grid: 'quick' covers every pair of settings, 'full' every combination",
     )
+    parser.addoption("--long", action="store_true", help="also tests that wait for minutes of timeouts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the references must use the kernels the ranks use
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="takes most of a minute: run with --long"))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -208,6 +208,7 @@ class NamespaceCluster:
         self.burst_nbytes = max(MIN_BURST_NBYTES, int(bytes_per_second * BURST_S))
         self.window_nbytes = max(MIN_WINDOW_NBYTES, int(bytes_per_second * (WINDOW_S + round_trip_s)))
         self._lock = NameLock(name)
+        self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         self._lock.acquire()
@@ -222,6 +223,9 @@ class NamespaceCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for process in self._started:  # one that is still on its way into its namespace is found nowhere else
+            if process.poll() is None:
+                process.kill()
         self._tear_down()
 
     def namespace(self, host: int) -> str:
@@ -244,7 +248,7 @@ class NamespaceCluster:
         `ip netns exec` replaces itself by ``argv``, so the process returned is ``argv`` itself. It gets a
         session of its own: the terminal's Ctrl-C reaches the caller only, who decides what ends when.
         """
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace(host), *argv],
             env={**os.environ, **(env or {}), UPLINK_VARIABLE: UPLINK},
             stdin=subprocess.DEVNULL,
@@ -252,6 +256,8 @@ class NamespaceCluster:
             stderr=stderr,
             start_new_session=True,
         )
+        self._started.append(process)
+        return process
 
     def cut(self, host: int) -> None:
         """Pull the cable between ``host`` and the switch: what is sent is lost, and nobody is told."""

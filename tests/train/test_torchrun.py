@@ -42,7 +42,7 @@ def last_step(run_dir: Path) -> int:
         return 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plain_torchrun_restarts_its_ranks(tmp_path: Path) -> None:
     """One node, torchrun's defaults: a killed rank and one in an endless loop, and the losses of neither."""
     args = ["--steps", "24", "--checkpoint.interval", "4", "--sharding.partition-size", "1"]
@@ -77,7 +77,7 @@ def name() -> Iterator[str]:
     assert remove_namespaces(name) == [], "the test left namespaces behind"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cut_network_is_named_and_the_run_goes_on_after_the_mend(name: str, tmp_path: Path) -> None:
     """Both sides end in time: one names the rank that is cut off, the other the network to rank 0's node."""
     args = ["--steps", "24", "--checkpoint.interval", "6", "--launch.timeout-seconds", "5"]
@@ -112,7 +112,7 @@ def test_a_cut_network_is_named_and_the_run_goes_on_after_the_mend(name: str, tm
     assert Job(folder=tmp_path, args=args).losses() == reference_losses(tmp_path / "reference", args)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_elastic_job_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     """torchrun --nnodes 1:2: a node is gone for good, the other goes on alone with the same global batch."""
     steps = ["--steps", "300", "--checkpoint.interval", "20", "--report.interval", "10"]
