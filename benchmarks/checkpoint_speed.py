@@ -170,10 +170,9 @@ def main() -> None:
                 savings.append(mics.save(checkpoint, model, optimizer, wait=False))
                 savings[-1].wait()
         if rank == 0:
+            first, second = (saving.stall for saving in savings)
             print(f"and of a save in the background: {peak.nbytes / GIB:.2f} GiB; training stood still for")
-            print(
-                f"{savings[0].stall:.2f} s at the first, which allocates, {savings[1].stall:.2f} s at the second"
-            )
+            print(f"{first:.2f} s at the first, which allocates, and {second:.2f} s at the second")
     if rank == 0:
         shutil.rmtree(args.folder)
     dist.destroy_process_group()
