@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mics.errors import CheckpointError
-from mics.train.checkpoints import find_candidates
+from mics.train.checkpoints import Checkpoints, find_candidates
 from mics.train.config import CheckpointSettings, TrainConfig
 from mics.train.data import Dealing
 from mics.train.launch import _free_port
+from mics.train.ranks import Rank
 from tests.ranks import RankError, run_expecting_error, run_ranks
 from tests.train.rank_runs import train
 
@@ -184,6 +186,12 @@ def test_which_checkpoint_is_meant(reference: Path, tmp_path: Path) -> None:
     named = {"TORCHELASTIC_RUN_ID": "nightly"}
     assert find_candidates(_config(tmp_path), restarted=True, environ=alone) == (steps, True)
     assert find_candidates(_config(tmp_path, "latest"), restarted=False, environ=named) == (steps, True)
+    aside = steps[0].rename(
+        steps[0].with_name(f".{steps[0].name}.previous")
+    )  # killed while it was saved again
+    found = find_candidates(_config(tmp_path, "latest"), restarted=False, environ=named)
+    assert found == ([aside, *steps[1:]], True)
+    aside.rename(steps[0])
     # The job is known by its name now, also where nothing failed and a node has joined.
     assert find_candidates(_config(tmp_path), restarted=False, environ=named) == (steps, True)
     elsewhere = _config(tmp_path, str(reference / "checkpoints" / "step-4"))
@@ -195,3 +203,35 @@ def test_which_checkpoint_is_meant(reference: Path, tmp_path: Path) -> None:
     assert find_candidates(_config(tmp_path), restarted=False, environ=alone) == ([], True)
     with pytest.raises(CheckpointError, match="lastest: expected a checkpoint"):
         find_candidates(_config(tmp_path, "lastest"), restarted=False, environ=os.environ)
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at a save nor after the last step; one that is asked for at SIGTERM must not fail silently."""
+    told: list[str] = []
+    me = Rank(
+        rank=0, num_ranks=1, local_rank=0, ranks_per_node=1, ranks_per_gpu=1, device=torch.device("cpu")
+    )
+    nothing = torch.nn.Linear(1, 1)
+    checkpoints = Checkpoints(
+        _config(tmp_path),
+        me,
+        model=nothing,
+        optimizer=torch.optim.SGD(nothing.parameters(), 0.1),
+        parts={},
+        tell=told.append,
+    )
+    checkpoints.dealing = Dealing(batch_size=1, micro_steps=1, num_ranks=1)
+    fails = CheckpointError("rank 0 could not write its part: No space left on device")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise fails
+
+    monkeypatch.setattr("mics.save", full)
+    interval = _config(tmp_path).checkpoint.interval
+    assert checkpoints.save_if_due(interval) is None
+    assert len(told) == 1 and "No space left" in told[0] and "Training goes on" in told[0]
+    with pytest.raises(CheckpointError):
+        checkpoints.save_now(interval)
+    monkeypatch.setattr(checkpoints, "finish", full)
+    checkpoints.finish_training()
+    assert len(told) == 2

@@ -81,11 +81,18 @@ class Checkpoints:
         return Resumed(step=0)
 
     def save_if_due(self, step: int) -> float | None:
-        """Save after every interval. Returns how long training stood still for it, in seconds."""
+        """Save after every interval. Returns how long training stood still for it, in seconds.
+
+        A checkpoint that cannot be written (a full disk) is no reason to lose what comes after it.
+        """
         interval = self._config.checkpoint.interval
         if not interval or step % interval:
             return None
-        return self._save(step, wait=not self._config.checkpoint.asynchronous)
+        try:
+            return self._save(step, wait=not self._config.checkpoint.asynchronous)
+        except mics.CheckpointError as error:
+            self._warn(error)
+            return None
 
     def save_now(self, step: int) -> Path:
         """Have ``step`` on disk."""
@@ -98,6 +105,17 @@ class Checkpoints:
         """Wait for what is being written, and raise what went wrong with it."""
         if self._saving is not None:
             self._saving.wait()
+
+    def finish_training(self) -> None:
+        """The same after the last step: the results are worth more than the checkpoint."""
+        try:
+            self.finish()
+        except mics.CheckpointError as error:
+            self._warn(error)
+
+    def _warn(self, error: mics.CheckpointError) -> None:
+        self._saved_step = -1
+        self._tell(f"mics: warning: {error}. Training goes on without this checkpoint")
 
     def end_job(self) -> None:
         """The run is finished: the next one of this name begins anew."""
@@ -179,7 +197,8 @@ def _newest_first(folder: Path) -> list[Path]:
     if latest is None:
         return []
     steps = [folder / step_name(step) for step in reversed(steps_in(folder))]
-    return [latest, *steps[steps.index(latest) + 1 :]]
+    # Where the very step is not in its place (killed while it was saved again), all others are before it.
+    return [latest, *(steps[steps.index(latest) + 1 :] if latest in steps else steps)]
 
 
 def _same_job(folder: Path, *, restarted: bool, environ: Mapping[str, str]) -> bool:

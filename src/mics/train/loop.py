@@ -45,7 +45,7 @@ def run_rank(config: TrainConfig) -> int:
         if last_step < config.steps:
             _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
             return LEFT_CODE
-        run.checkpoints.finish()
+        run.checkpoints.finish_training()
         sample = _sample(run)
         weights = mics.full_state_dict(run.model) if config.report.save_weights else {}
         if me.rank == 0:
