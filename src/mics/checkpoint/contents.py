@@ -171,8 +171,7 @@ def groups_by_name(optimizer: Optimizer, contents: Contents) -> list[dict[str, A
         if strange:
             raise SettingsError(
                 f"optimizer: expected parameters of the sharded model, found one of shape {strange[0]} that "
-                "is not; "
-                "save it by extra_state, or give the optimizer that trains this model"
+                "is not; save it by extra_state, or give the optimizer that trains this model"
             )
         groups.append({**group, "params": [names[id(param)] for param in group["params"]]})
     return groups

@@ -46,9 +46,8 @@ def check_replaceable(folder: Path) -> None:
     if strange:
         raise SettingsError(
             f"{folder}: expected no folder there, an empty one or a checkpoint, found "
-            f"{', '.join(strange[:3])}"
-            f"{', ...' if strange[3:] else ''}; give a path of its own, or step=... for a folder of "
-            "checkpoints"
+            f"{', '.join(strange[:3])}{', ...' if strange[3:] else ''}; give a path of its own, or step=... "
+            "for a folder of checkpoints"
         )
 
 

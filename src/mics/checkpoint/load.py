@@ -242,8 +242,7 @@ def _settings(wanted: _Wanted, contents: Contents, optimizer: Optimizer) -> list
         if any(each != saved[0] for each in saved):
             wanted.problems.append(
                 "optimizer: expected the parameters of a group to have had the same settings, found "
-                "different "
-                "ones; group them as they were when the checkpoint was saved"
+                "different ones; group them as they were when the checkpoint was saved"
             )
         present = {key: value for key, value in group.items() if key != "params"}
         found.append({**present, **(saved[0] if saved else {})})

@@ -178,18 +178,26 @@ class Job:
     ready: torch.cuda.Event | None = None  # when the parts are copied
     progress: Callable[[int], None] | None = None  # told how many bytes are written next
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, as the checkpoint has them."""
+        return {MODEL + a: MODEL + b for a, b in self.contents.aliases.items()}
+
     def run(self) -> None:
         """Write it. Raises the same error on all ranks."""
         if self.ready is not None:
             self.ready.synchronize()
-        aliases = {MODEL + a: MODEL + b for a, b in self.contents.aliases.items()}
-        partial = folders.partial_of(self.folder)
         writer = PartWriter(
-            partial, self.parts, rank=self.rank, state=self.state, aliases=aliases, values=self.values
+            folders.partial_of(self.folder),
+            self.parts,
+            rank=self.rank,
+            state=self.state,
+            aliases=self.aliases,
+            values=self.values,
         )
         try:
             with self.world.naming("save", str(self.folder)):
-                self._write(writer, aliases)
+                self._write(writer)
         except CheckpointException as error:
             self._give_up()
             raise _explained(self.folder, error) from error
@@ -197,14 +205,14 @@ class Job:
             self._give_up()
             raise
 
-    def _write(self, writer: PartWriter, aliases: dict[str, str]) -> None:
+    def _write(self, writer: PartWriter) -> None:
         self._together(lambda: self._begin() if self.rank == 0 else None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save(
                 {},
                 storage_writer=writer,
-                planner=PartSavePlanner(self.parts, aliases, self.values, self.progress),
+                planner=PartSavePlanner(self.parts, self.aliases, self.values, self.progress),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
@@ -230,8 +238,7 @@ class Job:
             if found != file.nbytes:
                 raise CheckpointError(
                     f"{partial / name}: expected the {file.nbytes:,} bytes that a rank wrote, found "
-                    f"{found}; is this a "
-                    "folder that all nodes share?"
+                    f"{found}; is this a folder that all nodes share?"
                 )
         chunks: dict[str, list[StoredChunk]] = {}
         tensors: dict[str, StoredTensor] = {}
@@ -245,7 +252,7 @@ class Job:
                 name: replace(tensor, chunks=tuple(chunks.get(name, ()))) for name, tensor in tensors.items()
             },
             files=files,
-            aliases={MODEL + a: MODEL + b for a, b in self.contents.aliases.items()},
+            aliases=self.aliases,
             about=self.about,
             param_groups=self.param_groups,
             module_state=self.module_state,
@@ -325,9 +332,8 @@ def states_of(extra_state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Optimizer | nn.Module):
             raise SettingsError(
                 f"extra_state.{name}: expected what is no part of the sharded model, found "
-                f"{type(value).__name__}, "
-                "whose state is this rank's part alone; several optimizers go to optimizer=[a, b], another "
-                "model is saved by a call of its own"
+                f"{type(value).__name__}, whose state is this rank's part alone; several optimizers go to "
+                "optimizer=[a, b], another model is saved by a call of its own"
             )
     return {
         name: value.state_dict() if hasattr(value, "state_dict") else value
@@ -394,8 +400,7 @@ def _failed(folder: Path, rank: int, error: BaseException) -> CheckpointError:
     )
     return CheckpointError(
         f"{folder}: rank {rank} could not write its part: {what}. What was there before is still there; "
-        "make room or "
-        "mend the folder, and save again"
+        "make room or mend the folder, and save again"
     )
 
 

@@ -150,8 +150,7 @@ def _check_covered(name: str, tensor: TensorStorageMetadata) -> None:
     if written != tensor.size.numel():
         raise CheckpointError(
             f"{name}: expected ranks to have its {tensor.size.numel():,} elements once, found {written:,}; "
-            "do all "
-            "ranks save the same model and optimizer?"
+            "do all ranks save the same model and optimizer?"
         )
 
 
@@ -271,8 +270,7 @@ class PartLoadPlanner(LoadPlanner):
             if found != len(part.span):
                 raise CheckpointError(
                     f"{name}: expected the checkpoint to have elements {part.span.start:,} to "
-                    f"{part.span.stop:,}, found "
-                    f"{found:,} of them"
+                    f"{part.span.stop:,}, found {found:,} of them"
                 )
         return LoadPlan(items)
 

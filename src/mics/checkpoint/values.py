@@ -101,7 +101,6 @@ def _text(raw: bytes) -> str:
 def _cannot(value: Any, where: str) -> SettingsError:
     return SettingsError(
         f"{where}: expected numbers, strings, bytes, tensors, arrays, or lists, tuples and dicts of them, "
-        "found "
-        f"{type(value).__name__}; nothing is pickled, so give what it is made of, or an object with "
+        f"found {type(value).__name__}; nothing is pickled, so give what it is made of, or an object with "
         "state_dict()"
     )
