@@ -1,7 +1,7 @@
 """The exactness grid: which cases there are, how one is trained, what it must equal.
 
 A case is a world (ranks, partition size, ranks per node) and a way to train in it (accumulation,
-optimizer sharding, parameter dtype, announced boundary or not, clipping or not). For every world
+optimizer sharding, parameter dtype, announced boundary or not, clipping or not, lean or not). For every world
 with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over the ways to train, in which
 every pair of settings occurs together; `full_cases` takes all combinations.
 
@@ -59,6 +59,7 @@ class Case:
     bf16: bool
     announced: bool
     clipped: bool
+    lean: bool = False
     shape: tuple[tuple[str, int], ...] = ()
     num_steps: int = 3
 
@@ -69,6 +70,7 @@ class Case:
             f"{'bf16' if self.bf16 else 'fp32'} "
             f"{'announced' if self.announced else 'unannounced'}"
             f"{' clipped' if self.clipped else ''}"
+            f"{' lean' if self.lean else ''}"
         )
 
     def recipe(self) -> Recipe:
@@ -89,6 +91,7 @@ class Case:
             announced=self.announced,
             record_gradients=self.announced,
             device=device,
+            options={"lean": self.lean},
         )
 
 
@@ -115,14 +118,21 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
     for index, world in enumerate(worlds(max_world_size)):
         rows = list(_orthogonal_rows(half=(index // 3) % 2))
         chosen = rows if world[0] <= 4 else rows[index % 2 :: 2]
-        cases += [replace(_case(world, row), num_steps=3 if world[0] <= 2 else 2) for row in chosen]
+        num_steps = 3 if world[0] <= 2 else 2
+        cases += [
+            replace(_case(world, row), num_steps=num_steps, lean=(index // 2 + number) % 2 == 0)
+            for number, row in enumerate(chosen)
+        ]
     return cases
 
 
 def full_cases(max_world_size: int = 8) -> list[Case]:
     """Every combination."""
     ways = product(range(1, MAX_ACCUMULATION + 1), *[(False, True)] * 4)
-    return [_case(world, row) for world, row in product(worlds(max_world_size), list(ways))]
+    return [
+        replace(_case(world, row), lean=lean)
+        for world, row, lean in product(worlds(max_world_size), list(ways), (False, True))
+    ]
 
 
 Row = tuple[int, bool, bool, bool, bool]

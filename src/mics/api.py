@@ -21,6 +21,7 @@ from mics.clusters import with_shared_gpus
 from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.emulated import emulated_cluster
 from mics.comm.world import MeshCollectives
+from mics.contiguous import Contiguous
 from mics.engine import Engine, attach_engine, engine_of
 from mics.errors import SettingsError
 from mics.materialize import drop_originals, fill_unit, initial_values, place_buffers
@@ -59,6 +60,7 @@ def shard(
     precision: Precision | None = None,
     prefetch: Literal["auto"] | int | Prefetch = "auto",
     activations: Activations | None = None,
+    lean: Literal["auto"] | bool = "auto",
     audit_interval: Literal["auto"] | int = "auto",
 ) -> nn.Module:
     """Shard ``model`` in place over partition groups and return it.
@@ -82,6 +84,10 @@ def shard(
             issued.
         activations: which units are computed again in the backward, and what of their activations goes to
             host memory meanwhile; None leaves the model as it is.
+        lean: hold as little memory as possible, for a small cost in time. Gradients and the buffers they are
+            reduced in have memory from the first backward to ``zero_grad()`` alone, gathered units only while
+            they are needed, and there is no second copy of parameters whose masters are all on this rank (one
+            replica, or optimizer_sharding="partition"). "auto": where activations are offloaded.
         audit_interval: optimizer steps from one comparison of the replicas' parameters to the next (see
             ``mics.audit``); "auto" is 100, and 0 never compares. A difference raises ``mics.ReplicaError``
             one boundary later.
@@ -108,6 +114,7 @@ def shard(
             precision=precision or Precision(),
             prefetch=prefetch,
             activations=activations,
+            lean=lean,
             audit_interval=audit_interval,
             nodes=nodes,
         )
@@ -221,7 +228,7 @@ def _build(
     )
     with torch.no_grad():
         place_buffers(model, settings.device, mesh.world)
-        scheduled = _build_sites(model, settings, topology, share, mesh)
+        scheduled, gradient_memory = _build_sites(model, settings, topology, share, mesh)
     all_units = list(dict.fromkeys(unit for site in scheduled for unit in site.units))
     choices = Choices(settings, topology, all_units)
     boundary = Boundary(
@@ -238,6 +245,8 @@ def _build(
             interval=settings.audit_interval,
             device=settings.device,
         ),
+        gradient_memory=gradient_memory,
+        lends_memory=settings.lean,
         replica_batch_nbytes=choices.replica_batch_nbytes if overlap else 0,
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )
@@ -254,8 +263,7 @@ def _build(
         )
 
     def before_forward() -> None:
-        if torch.is_grad_enabled():
-            boundary.allocate()
+        boundary.before_forward()
         if offloader is not None:
             offloader.begin()
         synchronize_buffers()
@@ -266,6 +274,7 @@ def _build(
         before_root=before_forward,
         on_gather=boundary.tick,
         plans=choices.plans(),
+        has_arena=not settings.lean,
     )
     boundary.follow(schedule)
     register_params(boundary)
@@ -289,7 +298,8 @@ def _build(
 
 def _build_sites(
     model: nn.Module, settings: Settings, topology: Topology, share: Share, mesh: MeshCollectives
-) -> list[ScheduledSite]:
+) -> tuple[list[ScheduledSite], Contiguous]:
+    """All sites with their units, and the memory of the units' gradients."""
     scheduled: list[ScheduledSite] = []
     index = itertools.count()
     specs_of = [unit_specs(site, settings, topology, index) for site in settings.sites]
@@ -316,7 +326,7 @@ def _build_sites(
     if not any(site.module is model for site in scheduled):
         # The root is always followed: its outputs are where backward begins.
         scheduled.append(ScheduledSite(name="", module=model, units=[]))
-    return scheduled
+    return scheduled, memory.gradients
 
 
 def _holders_elsewhere(sites: Sequence[Site], scheduled: Sequence[ScheduledSite]) -> list[ScheduledSite]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mics.audit import ReplicaAudit, elsewhere
 from mics.comm.lanes import DONE
 from mics.comm.world import MeshCollectives
+from mics.contiguous import Contiguous
 from mics.errors import MicsError, ReplicaError
 from mics.gradients import GradientOwner, ShardGrad
 from mics.planner.memory import TINY_SHARE
@@ -38,6 +39,8 @@ class Boundary:
         device: torch.device,
         num_reduce_buffers: int,
         audit: ReplicaAudit,
+        gradient_memory: Contiguous,
+        lends_memory: bool = False,
         replica_batch_nbytes: int = 0,
         choose_prefetch: Callable[[Sequence[int], int], int] | None = None,
     ) -> None:
@@ -47,6 +50,8 @@ class Boundary:
         self.announced = False  # the micro-step under way is the last one before the optimizer
         self._mesh = mesh
         self._device = device
+        self._gradient_memory = gradient_memory
+        self._lends_memory = lends_memory  # to the forward, while there are no gradients
         self._scale = 1.0 / world_size  # gradients are averaged over ranks, as under DDP
         self._buffers: dict[tuple[torch.dtype, bool], list[ReduceBuffer]] = {}  # by format and tininess
         self._num_buffers = num_reduce_buffers
@@ -114,12 +119,30 @@ class Boundary:
         """Check at each boundary that all ranks went through ``schedule`` alike, and start it again after."""
         self._agreement.schedule = self._schedule = schedule
 
-    def allocate(self) -> None:
-        """Have the memory of all gradients before training fills the device's memory with other things."""
+    def before_forward(self) -> None:
+        """Have the memory of all gradients before training fills the device's memory with other things.
+
+        Or lend it to the forward, whose logits and activations are gone when the first gradients come.
+        """
+        if self._lends_memory:
+            self._lend_memory()
+        elif torch.is_grad_enabled():
+            for unit in self.trainable:
+                unit.gradients.allocate()
+            for unit in self.trainable:
+                self._buffers_of(unit)
+
+    def _lend_memory(self) -> None:
+        self._let_go()
+        for buffer in self.reduce_buffers():
+            buffer.emptied.wait()
+        self._buffers.clear()
+        if any(shard.grad is not None for unit in self.trainable for shard in unit.shards):
+            return  # of earlier micro-steps
         for unit in self.trainable:
-            unit.gradients.allocate()
-        for unit in self.trainable:
-            self._buffers_of(unit)
+            unit.gradients.release()
+        self._guards.clear()
+        self._gradient_memory.release()
 
     def any_rank_used(self, unit: Unit, index: int) -> bool:
         """Whether a parameter got a gradient anywhere in the world, once synchronized."""

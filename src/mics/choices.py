@@ -79,6 +79,7 @@ class Choices:
 
     def __init__(self, settings: Settings, topology: Topology, units: Sequence[Unit]) -> None:
         self._prefetch = settings.prefetch
+        self._lean = settings.lean
         self._cluster = settings.cluster
         self._span = _span(topology)
         self._two_stage = topology.two_stage[0]
@@ -92,7 +93,13 @@ class Choices:
         batching = batching_for(self._cluster, self._span, max(self._sizes.values(), default=0))
         # Until the first steps have shown how much there is to compute: one unit ahead.
         prefetch = self._prefetch or Prefetch(units=1)
-        return Plans(prefetch, sizes=self._sizes, batching=batching, is_final=self._prefetch is not None)
+        return Plans(
+            prefetch,
+            sizes=self._sizes,
+            batching=batching,
+            past_turn=not self._lean,
+            is_final=self._prefetch is not None,
+        )
 
     def prefetch(self, order: Sequence[int], rows: int) -> int:
         """Units to look ahead along ``order``, each multiplied with ``rows`` rows of activations."""
@@ -144,6 +151,7 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
         name = site.name or type(site.module).__name__
         if len(groups) > 1:
             name += f"[{'trainable' if trainable else 'frozen'} {str(param_dtype).removeprefix('torch.')}]"
+        has_whole_masters = topology.num_replicas == 1 or settings.optimizer_sharding == "partition"
         specs.append(
             UnitSpec(
                 index=next(index),
@@ -156,6 +164,11 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
                 reduce_dtype=reduce_dtype,
                 grad_dtype=grad_dtype,
                 replica_dtype=precision.replica_dtype(grad_dtype),
+                casts_masters=settings.lean
+                and trainable
+                and master_dtype is not param_dtype
+                and has_whole_masters
+                and topology.partition_size > 1,
             )
         )
     return specs

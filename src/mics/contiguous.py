@@ -23,7 +23,7 @@ class Part:
     stop: int
 
     def tensor(self) -> Tensor:
-        """The memory of this part, zero at first.
+        """The memory of this part, zero at first (but not after :meth:`Contiguous.release`).
 
         With a version counter of its own: an edit of one part is not one of the others.
         """
@@ -37,6 +37,7 @@ class Contiguous:
         self._device = device
         self._ends: dict[torch.dtype, int] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
+        self._was_released = False
 
     def reserve(self, dtype: torch.dtype, numel: int) -> Part:
         """A part of the buffer of ``dtype``, all of which must be reserved before one is used."""
@@ -49,5 +50,11 @@ class Contiguous:
     def buffer(self, dtype: torch.dtype) -> Tensor:
         """The whole buffer of a format."""
         if dtype not in self._buffers:
-            self._buffers[dtype] = torch.zeros(self._ends[dtype], dtype=dtype, device=self._device)
+            make = torch.empty if self._was_released else torch.zeros
+            self._buffers[dtype] = make(self._ends[dtype], dtype=dtype, device=self._device)
         return self._buffers[dtype]
+
+    def release(self) -> None:
+        """Let go of the buffers, which live on as long as somebody has a part of them."""
+        self._was_released = True
+        self._buffers.clear()

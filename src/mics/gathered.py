@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mics.layout import UnitLayout
@@ -14,12 +15,14 @@ class GatheredMemory:
     at the place of that forward: its backward must gather there again.
     """
 
-    def __init__(self, shard: Tensor, layout: UnitLayout, *, alone: bool) -> None:
+    def __init__(
+        self, layout: UnitLayout, dtype: torch.dtype, device: torch.device, *, whole: Tensor | None
+    ) -> None:
         self._layout = layout
-        # With one rank a group the shard is the whole unit: nothing to gather, nothing to allocate.
-        self._own = shard if alone else shard.new_empty(layout.numel)
-        self.is_own = not alone
-        self.nbytes = layout.numel * shard.element_size()
+        # With one rank a group its shard is the whole unit: nothing to gather, nothing to allocate.
+        self._own = torch.empty(layout.numel, dtype=dtype, device=device) if whole is None else whole
+        self.is_own = whole is None
+        self.nbytes = layout.numel * dtype.itemsize
         self._own_views = self._views_of(self._own)  # made while it has memory
         self._home: Tensor | None = None
         self._home_views: list[Tensor] = []

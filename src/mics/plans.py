@@ -105,9 +105,15 @@ def make_plan(
     sizes: Mapping[int, int],
     prefetch: Prefetch,
     batching: Batching = NO_BATCHING,
+    past_turn: bool = True,
 ) -> Plan:
-    """Look ahead from every position of ``order``. ``sizes``: bytes of each gathered unit."""
+    """Look ahead from every position of ``order``. ``sizes``: bytes of each gathered unit.
+
+    Without ``past_turn`` a forward neither sends for what its backward needs nor keeps it, but for the very
+    first: so little is gathered while the loss is computed.
+    """
     batches = batches_of(order, sizes, batching)
+    turn = len(batches) if past_turn else _turn(batches)
     places = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch))]
 
     def window(upcoming: Iterable[Batch]) -> tuple[Batch, ...]:
@@ -123,6 +129,8 @@ def make_plan(
     for number, place in places:
         rest = batches[number][place + 1 :]
         following = batches[number + 1 : number + 1 + prefetch.units]
+        if number < turn:
+            following = following[: turn - number - 1]
         ahead.append(window([*([rest] if rest else []), *following]) if prefetch.units else ())
     # One more than elsewhere: nothing is computed before the first.
     first = window(batches[: prefetch.units + 1]) if prefetch.units else ()
@@ -130,9 +138,23 @@ def make_plan(
     for number, place in places:
         upcoming = [batches[number][place + 1 :], *batches[number + 1 :]]
         kept.append(
-            frozenset(unit for batch in window(_distinct(upcoming, prefetch.units + 1)) for unit in batch)
+            frozenset(
+                unit
+                for batch in window(_distinct(upcoming, prefetch.units + 1 if past_turn else 1))
+                for unit in batch
+            )
         )
     return Plan(order=tuple(order), first=first, ahead=tuple(ahead), kept=tuple(kept))
+
+
+def _turn(batches: Sequence[Batch]) -> int:
+    """The number of the first batch that brings a unit for the second time."""
+    seen: set[int] = set()
+    for number, batch in enumerate(batches):
+        if not seen.isdisjoint(batch):
+            return number
+        seen.update(batch)
+    return len(batches)
 
 
 def _distinct(upcoming: Iterable[Batch], count: int) -> Iterator[Batch]:
@@ -170,12 +192,14 @@ class Plans:
         *,
         sizes: Mapping[int, int],
         batching: Batching = NO_BATCHING,
+        past_turn: bool = True,
         is_final: bool = True,
     ) -> None:
         self.prefetch = prefetch
         self.is_final = is_final  # whether ``prefetch`` is what it will be
         self._sizes = sizes
         self.batching = batching
+        self._past_turn = past_turn
         self._plans: list[Plan] = []  # the latest first
         self._plan = _NO_PLAN
         self._seen: list[int] = []  # since the forward began
@@ -242,7 +266,13 @@ class Plans:
         return self._plan if follows_to_the_end else self._make(self._seen)
 
     def _make(self, order: Sequence[int]) -> Plan:
-        return make_plan(order, sizes=self._sizes, prefetch=self.prefetch, batching=self.batching)
+        return make_plan(
+            order,
+            sizes=self._sizes,
+            prefetch=self.prefetch,
+            batching=self.batching,
+            past_turn=self._past_turn,
+        )
 
     def _change(self) -> None:
         """Find a plan that began as this one did."""

@@ -94,6 +94,7 @@ class Schedule:
         before_root: Callable[[], None],
         on_gather: Callable[[], None],
         plans: Plans,
+        has_arena: bool = True,
     ) -> None:
         self.sites = list(sites)
         self.plans = plans
@@ -104,7 +105,7 @@ class Schedule:
         self.more_to_come = False  # another micro-step follows with these parameters
         self.digest = 0  # of all gathers and reductions since the last boundary
         self._units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
-        self.arena = Arena(self._units)
+        self.arena = Arena(self._units if has_arena else [])
         self._by_index = {unit.spec.index: unit for unit in self._units}
         self._reduce_unit = reduce
         self._before_root = before_root

@@ -46,6 +46,8 @@ class Settings:
     """What the cost model takes the cluster to be."""
     device: torch.device
     activations: Activations | None
+    lean: bool
+    """Hold as little memory as possible, at a small cost in time."""
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
     sites: list[Site]
@@ -66,6 +68,7 @@ def check_settings(
     precision: Precision,
     prefetch: Literal["auto"] | int | Prefetch,
     activations: Activations | None,
+    lean: Literal["auto"] | bool,
     audit_interval: Literal["auto"] | int,
     nodes: Sequence[str],
 ) -> Settings:
@@ -98,6 +101,8 @@ def check_settings(
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
     if activations is not None and not isinstance(activations, Activations):
         raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
+    if lean not in ("auto", True, False):
+        raise SettingsError(f'lean: expected "auto", True or False, found {lean!r}')
     device = device_of(model, world)
     chosen = [units] if isinstance(units, type) else None if units is None else list(units)
     blocks = unit_modules(model, chosen)
@@ -114,6 +119,8 @@ def check_settings(
         cluster=cluster_for(device, nodes),
         device=device,
         activations=activations,
+        # Who moves activations out is short of memory.
+        lean=lean if isinstance(lean, bool) else activations is not None and bool(activations.offload),
         audit_interval=_audit_interval(audit_interval),
         buffers=list(model.named_buffers()),
         sites=assign_sites(model, chosen),
@@ -240,6 +247,7 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "optimizer_sharding": settings.optimizer_sharding,
         "precision": str(settings.precision),
         "prefetch": str(settings.prefetch or "auto"),
+        "lean": settings.lean,
         "audit_interval": settings.audit_interval,
         "cluster (MICS_CLUSTER)": str(settings.cluster),
         "gpu": _gpu(settings.device),

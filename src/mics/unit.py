@@ -2,7 +2,8 @@
 
 Tensors of a unit of ``numel`` elements (padding included) on one rank, with p chunks and R pieces::
 
-    param_shard  [numel/p]          param format     this rank's chunk; what gathers read
+    param_shard  [numel/p]          param format     this rank's chunk; what gathers read (``master`` itself
+                                                     where they cast it on the way)
     master       [numel/p/R]        master format    what the optimizer updates ([numel/p] if it is not
                                                      sharded over replicas); the very memory of
                                                      ``param_shard`` where the formats agree
@@ -54,8 +55,11 @@ class UnitMemory:
     def __init__(self, specs: Sequence[UnitSpec], share: Share, device: torch.device) -> None:
         self.device = device
         params, masters, gradients = Contiguous(device), Contiguous(device), Contiguous(device)
+        self.gradients = gradients
         self.param_parts = {
-            spec.index: params.reserve(spec.param_dtype, spec.layout.chunk_numel) for spec in specs
+            spec.index: params.reserve(spec.param_dtype, spec.layout.chunk_numel)
+            for spec in specs
+            if not spec.casts_masters
         }
         self.master_parts = {
             spec.index: masters.reserve(spec.master_dtype, share.master_numel(spec))
@@ -87,16 +91,21 @@ class Unit:
         self._gather_read: Ticket = DONE  # the last gather, for ``param_shard``
         self._refreshed: Ticket = DONE  # for ``param_shard``
 
-        self.param_shard = memory.param_parts[spec.index].tensor()
-        self._own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
+        if spec.casts_masters:
+            self.master = self.param_shard = self._own_params = memory.master_parts[spec.index].tensor()
+        else:
+            self.param_shard = memory.param_parts[spec.index].tensor()
+            self._own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
+            self.master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
         # The same memory with a version counter of its own: what lanes write to it is nobody's edit.
         self._incoming = self.param_shard.data
-        self.master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
         self.shards = [
             nn.Parameter(view, requires_grad=spec.trainable) for view in self.views_of(self.master)
         ]
         alone = mesh.gather.size == 1
-        self.memory = GatheredMemory(self.param_shard, spec.layout, alone=alone)
+        self.memory = GatheredMemory(
+            spec.layout, spec.param_dtype, self.device, whole=self.param_shard if alone else None
+        )
         self.full = [nn.Parameter(view, requires_grad=spec.trainable) for view in self.memory.views()]
         self.memory.release()
         self.gradients = UnitGradients(
@@ -262,8 +271,9 @@ class Unit:
     def load(self, flat: Tensor) -> None:
         """Take this rank's part of ``flat``, all values of the unit in flat order."""
         self.settle_params()
-        chunk = self.share.chunk_span(self.spec.layout)
-        self.param_shard.copy_(flat[chunk.start : chunk.stop])
+        if not self.spec.casts_masters:
+            chunk = self.share.chunk_span(self.spec.layout)
+            self.param_shard.copy_(flat[chunk.start : chunk.stop])
         if self.spec.trainable:
             span = self.share.master_span(self.spec)
             self.master.copy_(flat[span.start : span.stop])
@@ -337,6 +347,11 @@ class Unit:
             self.refresh()
         return self.memory.is_free
 
+    def _own_chunk(self) -> Tensor:
+        """This rank's chunk of the gathered parameters."""
+        span = self.share.chunk_span(self.spec.layout)
+        return self.flat[span.start : span.stop]
+
     def _follow_memory(self) -> None:
         """Let the full parameters be views of where the memory is now."""
         for param, view in zip(self.full, self.memory.views(), strict=True):
@@ -367,14 +382,22 @@ def send_for(units: Sequence[Unit]) -> list[Unit]:
         for unit in wanted:
             unit._arriving = unit._refreshed
         return wanted
-    pairs = [(unit.flat, unit.param_shard) for unit in wanted]
+    casts = [(unit._own_chunk(), unit.param_shard) for unit in wanted if unit.spec.casts_masters]
     refreshed = tuple(unit._refreshed for unit in wanted)
     ticket = wanted[0]._mesh.gather.gather_together(
-        pairs, label_of([unit.spec for unit in wanted]), after=refreshed
+        [(unit.flat, unit._own_chunk() if unit.spec.casts_masters else unit.param_shard) for unit in wanted],
+        label_of([unit.spec for unit in wanted]),
+        prepare=partial(_cast, casts) if casts else None,
+        after=refreshed,
     )
     for unit in wanted:
         unit._arriving = unit._gather_read = ticket
     return wanted
+
+
+def _cast(casts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Bring masters to where their gather begins. On its lane."""
+    torch._foreach_copy_([chunk for chunk, _ in casts], [master for _, master in casts])
 
 
 def refresh_together(units: Sequence[Unit]) -> None:

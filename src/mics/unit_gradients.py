@@ -67,7 +67,7 @@ class UnitGradients:
         self._full = full
         self._shards = shards
         self._memory = memory
-        self._shard: Tensor | None = None  # [chunk_numel], made by the first training forward
+        self._shard: Tensor | None = None  # [chunk_numel], made when it is first needed
         self._own: Tensor | None = None  # the part of it that the masters cover
         self._views: list[Tensor] = []  # of that part, for each entry of ``shards``
         self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
@@ -82,6 +82,13 @@ class UnitGradients:
             self._own = self._share.own_of(self.spec, self._shard)
             self._views = self._share.views_of(self.spec, self._own)
         return self._shard
+
+    def release(self) -> None:
+        """Hold no memory until the next gradient comes. The user has cleared what there was."""
+        self.drop_cleared()
+        assert self.state is GradState.EMPTY, "there are gradients"
+        self.settle()
+        self._shard, self._own, self._views = None, None, []
 
     @property
     def shard(self) -> Tensor | None:

@@ -27,6 +27,8 @@ class UnitSpec:
     grad_dtype: torch.dtype
     replica_dtype: torch.dtype
     """The format of hop 2 on the wire."""
+    casts_masters: bool = False
+    """Gathers cast the masters on their way: the chunk in the param format is no memory of its own."""
 
     @property
     def label(self) -> str:

@@ -209,9 +209,15 @@ class LanedCollectives:
         """``out[c] = shard of member c``, and ``then`` what is to be done with it."""
         return self._chain(self._collectives.gather_stages([(out, shard)], label), after, then)
 
-    def gather_together(self, pairs: Pairs, label: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """``all_gather`` of all pairs (out, shard) as one collective."""
-        return self._chain(self._collectives.gather_stages(pairs, label), after)
+    def gather_together(
+        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), prepare: Job | None = None
+    ) -> Ticket:
+        """``all_gather`` of all pairs (out, shard) as one collective; ``prepare`` fills the shards before."""
+        stages = list(self._collectives.gather_stages(pairs, label))
+        if prepare is not None:
+            stage, job = stages[0]
+            stages[0] = (stage, _both(prepare, job))
+        return self._chain(stages, after)
 
     def reduce_scatter(
         self,
