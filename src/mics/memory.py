@@ -97,11 +97,12 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     trainable = [unit for unit in units if unit.spec.trainable]
     size, replicas = engine.topology.partition_size, engine.topology.num_replicas
     over = size * (replicas if any(unit.share.masters_over_replicas for unit in units) else 1)
+    stored = [unit for unit in units if not unit.spec.casts_masters]
     yield _on_device(
         "parameters",
-        _share(size),
-        sum(unit.spec.layout.numel * unit.spec.param_dtype.itemsize for unit in units) / size,
-        _nbytes(unit.param_shard for unit in units),
+        _share(size) if stored else "gathers cast the masters",
+        sum(unit.spec.layout.numel * unit.spec.param_dtype.itemsize for unit in stored) / size,
+        _nbytes(unit.param_shard for unit in stored),
     )
     gradients = [unit.gradients.shard for unit in trainable]
     yield _on_device(
@@ -110,7 +111,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
         sum(unit.spec.layout.numel * unit.spec.grad_dtype.itemsize for unit in trainable) / size,
         _nbytes(shard for shard in gradients if shard is not None),
     )
-    params = {unit.param_shard.untyped_storage().data_ptr() for unit in units}
+    params = {unit.param_shard.untyped_storage().data_ptr() for unit in stored}
     apart = [unit for unit in trainable if unit.master.untyped_storage().data_ptr() not in params]
     yield _on_device(
         "masters",

@@ -32,6 +32,14 @@ class Layout:
     num_reduce_buffers: int = 1
     param_nbytes: int = _PARAM
     reduce_nbytes: int = _WIDE
+    lean: bool = False
+    """Gradients, buffers and gathered units have memory only while they are needed."""
+
+    @property
+    def casts_masters(self) -> bool:
+        """Gathers cast the masters: there is no second copy of the parameters."""
+        whole = self.num_replicas == 1 or not self.over_replicas
+        return self.lean and whole and self.partition_size > 1 and self.param_nbytes < _WIDE
 
     @property
     def num_owners(self) -> int:
@@ -98,11 +106,15 @@ class Terms:
     activations: float
     logits: float
     workspace: float
+    activations_at_loss: float
+    gradients_at_loss: float
+    arena_at_loss: float
+    reduce_buffers_at_loss: float
     host: float = 0.0
 
     @property
     def fixed(self) -> float:
-        """What is there in every moment."""
+        """What is there at the end of every backward."""
         return (
             self.parameters
             + self.gradients
@@ -115,24 +127,35 @@ class Terms:
     @property
     def peak(self) -> float:
         """At the loss, or in the backward of a block: whichever is more."""
-        return self.fixed + self.activations + max(self.logits, self.workspace)
+        return sum(self.on_device().values())
 
     def on_device(self) -> dict[str, float]:
-        """By name, for people."""
+        """By name, for people: at the peak."""
+        at_loss, in_backward = self._moment(at_loss=True), self._moment(at_loss=False)
+        return max(at_loss, in_backward, key=lambda terms: sum(terms.values()))
+
+    def _moment(self, *, at_loss: bool) -> dict[str, float]:
         return {
             "parameters": self.parameters,
-            "gradients": self.gradients,
+            "gradients": self.gradients_at_loss if at_loss else self.gradients,
             "masters": self.masters,
             "optimizer state": self.optimizer,
-            "gathered units": self.arena,
-            "reduce buffers": self.reduce_buffers,
-            "activations": self.activations,
-            "logits or workspace": max(self.logits, self.workspace),
+            "gathered units": self.arena_at_loss if at_loss else self.arena,
+            "reduce buffers": self.reduce_buffers_at_loss if at_loss else self.reduce_buffers,
+            "activations": self.activations_at_loss if at_loss else self.activations,
+            "logits or workspace": self.logits if at_loss else self.workspace,
         }
 
 
-def memory_terms(model: ModelShape, layout: Layout, activations: Activations, tokens: float) -> Terms:
-    """Of a rank that works on ``tokens`` at a time."""
+def memory_terms(
+    model: ModelShape,
+    layout: Layout,
+    activations: Activations,
+    tokens: float,
+    *,
+    accumulates: bool = True,
+) -> Terms:
+    """Of a rank that works on ``tokens`` at a time, in several micro-steps a step if it ``accumulates``."""
     p = layout.partition_size
     numels = [padded(unit.numel, layout) for unit in model.units if unit.numel]
     total, largest = sum(numels), max(numels)
@@ -150,27 +173,35 @@ def memory_terms(model: ModelShape, layout: Layout, activations: Activations, to
     inputs = sum(unit.input_numel for unit in blocks) * per_token
     saved = sum(unit.saved_numel for unit in blocks) * per_token
     block = max(blocks, key=lambda unit: unit.saved_numel) if blocks else None
-    if not activations.checkpoint:
-        kept, host = saved, 0.0
-    elif activations.offload and block is not None:
-        kept = min(inputs, 2 * block.input_numel * per_token)
+    host = 0.0
+    kept = kept_at_loss = inputs if activations.checkpoint else saved
+    if activations.checkpoint and activations.offload and block is not None:
+        # The last one stays; in the backward the next is on its way.
+        kept_at_loss = min(inputs, block.input_numel * per_token)
+        kept = min(inputs, 2 * kept_at_loss)
         host = inputs
-    else:
-        kept, host = inputs, 0.0
-    # One block's backward: what it saves if that is computed again, the gradients of its widest part, and the
-    # full gradients of its parameters before they are laid out.
+    # One block's backward at its widest part: what it saves if that is computed again, the gradients of that
+    # part (half of what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
     whole = block.saved_numel * model.parts * per_token if block else 0.0
     again = whole if activations.checkpoint else 0.0
-    gradients = whole / 2 + largest * layout.param_nbytes
+    of_widest = whole / 4 + largest * layout.param_nbytes / 3
+    gradients = total * _WIDE / p
+    arena = homes(sizes, lookups, layout.prefetch, held) if p > 1 else 0.0
+    reduce_buffers = layout.num_reduce_buffers * (largest + tiny) * layout.reduce_nbytes * (1 + 1 / p)
     return Terms(
-        parameters=total * layout.param_nbytes / p,
-        gradients=total * _WIDE / p,
+        parameters=0.0 if layout.casts_masters else total * layout.param_nbytes / p,
+        gradients=gradients,
         masters=total * _WIDE / layout.num_owners if layout.param_nbytes < _WIDE else 0.0,
         optimizer=total * ADAM_NBYTES / layout.num_owners,
-        arena=homes(sizes, lookups, layout.prefetch, held) if p > 1 else 0.0,
-        reduce_buffers=layout.num_reduce_buffers * (largest + tiny) * layout.reduce_nbytes * (1 + 1 / p),
+        arena=arena,
+        reduce_buffers=reduce_buffers,
         activations=kept + outside,
+        activations_at_loss=kept_at_loss + outside,
         logits=tokens * model.vocab_size * _LOGIT_NBYTES,
-        workspace=again + gradients,
+        workspace=again + of_widest,
+        # Lean: the backward's first unit is gathered, and there are gradients of earlier micro-steps alone.
+        gradients_at_loss=gradients if accumulates or not layout.lean else 0.0,
+        arena_at_loss=min(arena, sizes[-1] + sum(held)) if layout.lean else arena,
+        reduce_buffers_at_loss=0.0 if layout.lean else reduce_buffers,
         host=host,
     )

@@ -100,10 +100,13 @@ class Setting:
             over_replicas=self.over_replicas,
             prefetch=self.depth,
             num_reduce_buffers=2 if self.two_stage else 1,
+            lean=self.activations.offload,
         )
 
     def memory(self) -> Terms:
-        return memory_terms(self.model, self.layout, self.activations, self.tokens)
+        return memory_terms(
+            self.model, self.layout, self.activations, self.tokens, accumulates=self.accumulation > 1
+        )
 
     def forward_seconds(self, unit: UnitShape) -> float:
         key = unit.kind, unit.numel

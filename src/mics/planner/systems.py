@@ -158,7 +158,9 @@ class _Issuer:
 
     def _keep(self, position: int, index: int, turn: int, *, last: bool) -> None:
         ahead = self.depth + 1
-        if position < turn <= position + ahead:
+        # Lean, which goes with offload: only what the backward begins with stays at the turn.
+        at_turn = 1 if self.setting.layout.lean else ahead
+        if position < turn <= position + at_turn:
             self.kept.add(index)
         if not last and position >= 2 * turn - ahead:
             self.kept.add(index)
