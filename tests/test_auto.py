@@ -15,13 +15,13 @@ import mics
 from mics.auto import (
     batch_nbytes,
     exchange_pays,
-    gather_seconds,
     latency_nbytes,
+    move_seconds,
     prefetch_units,
     two_stages_pay,
 )
 from mics.clusters import PRESETS, assumed_cluster
-from mics.cost import Span
+from mics.cost import Kind, Span
 from mics.engine import engine_of
 from mics.models.gpt import GPT, GPTConfig
 from tests.ranks import run_expecting_error, run_ranks
@@ -48,7 +48,8 @@ def test_two_stages_gain_volume_near_two_nodes_and_latency_beyond() -> None:
 
     def gain(cluster: mics.Cluster, num_nodes: int) -> float:
         flat, staged = (
-            gather_seconds(cluster, _over(num_nodes), 400 * _MIB, two_stage=stage) for stage in (False, True)
+            move_seconds(cluster, Kind.ALL_GATHER, _over(num_nodes), 400 * _MIB, two_stage=stage)
+            for stage in (False, True)
         )
         return flat / staged
 
@@ -67,8 +68,8 @@ def test_latency_decides_what_travels_together() -> None:
     """At the size where bytes take as long as latency, half of the time is latency; later a twentieth."""
     span = _over(64, 1)
     for nbytes, share in ((latency_nbytes(_NODE, span), 0.5), (batch_nbytes(_NODE, span), 0.05)):
-        latency = gather_seconds(_NODE, span, 0, two_stage=False)
-        found = latency / gather_seconds(_NODE, span, nbytes, two_stage=False)
+        latency = move_seconds(_NODE, Kind.ALL_GATHER, span, 0, two_stage=False)
+        found = latency / move_seconds(_NODE, Kind.ALL_GATHER, span, nbytes, two_stage=False)
         assert found == pytest.approx(share, rel=0.1)
     assert batch_nbytes(_NODE, _over(1, 1)) == 0
 
@@ -88,6 +89,7 @@ def test_prefetch_follows_from_the_times() -> None:
     assert prefetch_units([1.0] * 8, [1.5] * 8) == 2
     assert prefetch_units([9.0] * 8, [1.0] * 8) == 3
     assert prefetch_units([1.0, 1.0, 4.0, 1.0], [5.0, 0.1, 5.0, 5.0]) == 2, "a small unit hides nothing"
+    assert prefetch_units([1.0, 1.0, 4.0, 1.0], [5.0, 0.1, 5.0, 5.0], lean=True) == 1, "most are hidden"
     assert prefetch_units([], []) == prefetch_units([1.0], [1.0]) == 1
 
 

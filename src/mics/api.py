@@ -247,6 +247,7 @@ def _build(
         ),
         gradient_memory=gradient_memory,
         lends_memory=settings.lean,
+        reduces_in_time=choices.reduces_in_time,
         replica_batch_nbytes=choices.replica_batch_nbytes if overlap else 0,
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )
@@ -273,6 +274,7 @@ def _build(
         reduce=boundary.reduce,
         before_root=before_forward,
         on_gather=boundary.tick,
+        on_recomputed=boundary.recomputed,
         plans=choices.plans(),
         has_arena=not settings.lean,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
 from typing import Final
 
 from mics.cost import Cost, Kind, Span, cost
@@ -13,11 +14,11 @@ _MAX_PREFETCH: Final = 3
 _LEAST_MESSAGE_NBYTES: Final = 64 << 10
 
 
-def gather_seconds(cluster: Cluster, span: Span, nbytes: int, *, two_stage: bool) -> float:
-    """Time to gather ``nbytes`` over a partition group, in one ring or in two stages."""
+def move_seconds(cluster: Cluster, kind: Kind, span: Span, nbytes: int, *, two_stage: bool) -> float:
+    """Time to gather or reduce ``nbytes`` over a partition group, in one ring or in two stages."""
     if not two_stage:
-        return cost(cluster, Kind.ALL_GATHER, span, nbytes).seconds
-    inter, intra = stage_costs(cluster, Kind.ALL_GATHER, span, nbytes)
+        return cost(cluster, kind, span, nbytes).seconds
+    inter, intra = stage_costs(cluster, kind, span, nbytes)
     return inter.seconds + intra.seconds
 
 
@@ -34,7 +35,9 @@ def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:
     Near two nodes because fewer bytes cross the network, beyond because fewer hops do. Where the links inside
     a node are no faster than the network, the second stage may cost more than that.
     """
-    flat, staged = (gather_seconds(cluster, span, nbytes, two_stage=staged) for staged in (False, True))
+    flat, staged = (
+        move_seconds(cluster, Kind.ALL_GATHER, span, nbytes, two_stage=staged) for staged in (False, True)
+    )
     return staged < flat
 
 
@@ -66,17 +69,18 @@ def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
     return exchange.seconds < (1 - _LATENCY_SHARE) * ring.seconds
 
 
-def prefetch_units(gathers: Sequence[float], computes: Sequence[float]) -> int:
+def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, lean: bool = False) -> int:
     """How far to look ahead, so that every gather fits beside the computation before it.
 
     Both are seconds, in the order in which they are needed. A gather counts twice: gradients cross the same
-    links. Where gathers take longer than the computation altogether no depth hides them.
+    links. Where gathers take longer than the computation altogether no depth hides them. ``lean``: so that
+    most of them fit; what is looked ahead takes memory.
     """
-    deepest = 1
+    depths = []
     for position in range(1, len(gathers)):
         hidden, depth = 0.0, 0
         while hidden < 2 * gathers[position] and depth < min(position, _MAX_PREFETCH):
             depth += 1
             hidden += computes[position - depth]
-        deepest = max(deepest, depth)
-    return deepest
+        depths.append(depth)
+    return max(1, median_low(depths) if lean else max(depths)) if depths else 1

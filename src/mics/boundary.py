@@ -41,6 +41,7 @@ class Boundary:
         audit: ReplicaAudit,
         gradient_memory: Contiguous,
         lends_memory: bool = False,
+        reduces_in_time: Callable[[int], bool] = lambda rows: False,
         replica_batch_nbytes: int = 0,
         choose_prefetch: Callable[[Sequence[int], int], int] | None = None,
     ) -> None:
@@ -52,6 +53,8 @@ class Boundary:
         self._device = device
         self._gradient_memory = gradient_memory
         self._lends_memory = lends_memory  # to the forward, while there are no gradients
+        # Whether a unit's reduction hides under a forward of so many rows.
+        self._reduces_in_time = reduces_in_time
         self._scale = 1.0 / world_size  # gradients are averaged over ranks, as under DDP
         self._buffers: dict[tuple[torch.dtype, bool], list[ReduceBuffer]] = {}  # by format and tininess
         self._num_buffers = num_reduce_buffers
@@ -132,11 +135,23 @@ class Boundary:
             for unit in self.trainable:
                 self._buffers_of(unit)
 
-    def _lend_memory(self) -> None:
+    def recomputed(self) -> None:
+        """A unit has been computed again in the backward, and what that saved waits for its own backward.
+
+        The unit before has been reduced meanwhile: where memory is short its buffers go.
+        """
+        assert self._schedule is not None
+        if self._lends_memory and self._reduces_in_time(self._schedule.rows):
+            self._lend_buffers()
+
+    def _lend_buffers(self) -> None:
         self._let_go()
         for buffer in self.reduce_buffers():
             buffer.emptied.wait()
         self._buffers.clear()
+
+    def _lend_memory(self) -> None:
+        self._lend_buffers()
         if any(shard.grad is not None for unit in self.trainable for shard in unit.shards):
             return  # of earlier micro-steps
         for unit in self.trainable:

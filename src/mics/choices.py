@@ -15,7 +15,7 @@ from mics.comm import World
 from mics.cost import Kind, Span
 from mics.errors import SettingsError
 from mics.layout import plan_layout
-from mics.planner.depth import batching_for, depth_for
+from mics.planner.depth import batching_for, depth_for, reduces_in_time
 from mics.planner.modules import shape_of_module
 from mics.planner.search import fitting_partition
 from mics.plans import Plans, Prefetch
@@ -109,6 +109,19 @@ class Choices:
             order,
             sizes=self._sizes,
             numels={index: spec.layout.numel for index, spec in self._specs.items()},
+            rows=rows,
+            two_stage=self._two_stage,
+            lean=self._lean,
+        )
+
+    def reduces_in_time(self, rows: int) -> bool:
+        """Whether a unit's gradients are reduced while the next unit's forward is computed again."""
+        largest = max(self._specs.values(), key=lambda spec: spec.layout.numel)
+        return reduces_in_time(
+            self._cluster,
+            self._span,
+            numel=largest.layout.numel,
+            nbytes=largest.layout.numel * largest.reduce_dtype.itemsize,
             rows=rows,
             two_stage=self._two_stage,
         )

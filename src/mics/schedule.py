@@ -93,6 +93,7 @@ class Schedule:
         reduce: Callable[[Unit], None],
         before_root: Callable[[], None],
         on_gather: Callable[[], None],
+        on_recomputed: Callable[[], None],
         plans: Plans,
         has_arena: bool = True,
     ) -> None:
@@ -110,6 +111,7 @@ class Schedule:
         self._reduce_unit = reduce
         self._before_root = before_root
         self._on_gather = on_gather
+        self._on_recomputed = on_recomputed
         self._depth = 0
         self._in_backward = False
         self._num_backwards = 0
@@ -155,7 +157,7 @@ class Schedule:
         site.depth += 1
         site.forwards.append(None)
         self._gather(site.units)
-        if not self.plans.is_final and site.units:
+        if site.units and not (self.plans.is_final and self._num_boundaries):
             self.rows = max(self.rows, num_rows((args, kwargs)))
         if site.cast_to is not None:
             args, kwargs = cast_floats((args, kwargs), site.cast_to)
@@ -181,6 +183,8 @@ class Schedule:
         # A forward inside a backward is a recomputation: its own backward follows at once.
         if not (self._in_backward and watched):
             self._release(site.units)
+        elif site.units:
+            self._on_recomputed()
         if self._depth == 0 and not self._in_backward:
             self._release(self._on_demand.values())
 

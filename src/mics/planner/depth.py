@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mics.auto import batch_nbytes, gather_seconds, latency_nbytes, prefetch_units
-from mics.cost import Span
+from mics.auto import batch_nbytes, latency_nbytes, move_seconds, prefetch_units
+from mics.cost import Kind, Span
 from mics.plans import Batching, batches_of
 from mics.topology import Cluster
 
@@ -27,6 +27,7 @@ def depth_for(
     numels: Mapping[int, int],
     rows: float,
     two_stage: bool,
+    lean: bool = False,
 ) -> int:
     """Units to look ahead along ``order``, each multiplied with ``rows`` rows of activations."""
     batching = batching_for(cluster, span, max(sizes.values(), default=0))
@@ -36,7 +37,20 @@ def depth_for(
         nbytes = sum(sizes[index] for index in batch)
         numel = sum(numels[index] for index in batch)
         if nbytes not in known:
-            known[nbytes] = gather_seconds(cluster, span, nbytes, two_stage=two_stage)
+            known[nbytes] = move_seconds(cluster, Kind.ALL_GATHER, span, nbytes, two_stage=two_stage)
         gathers.append(known[nbytes])
-        computes.append(2 * numel * rows / (cluster.flops or 1e12))
-    return prefetch_units(gathers, computes)
+        computes.append(forward_seconds(cluster, numel, rows))
+    return prefetch_units(gathers, computes, lean=lean)
+
+
+def reduces_in_time(
+    cluster: Cluster, span: Span, *, numel: int, nbytes: int, rows: float, two_stage: bool
+) -> bool:
+    """Whether the gradients of a unit are reduced while the next one like it is computed again."""
+    seconds = move_seconds(cluster, Kind.REDUCE_SCATTER, span, nbytes, two_stage=two_stage)
+    return seconds <= forward_seconds(cluster, numel, rows)
+
+
+def forward_seconds(cluster: Cluster, numel: int, rows: float) -> float:
+    """Time to multiply ``rows`` rows of activations with parameters."""
+    return 2 * numel * rows / (cluster.flops or 1e12)

@@ -34,6 +34,8 @@ class Layout:
     reduce_nbytes: int = _WIDE
     lean: bool = False
     """Gradients, buffers and gathered units have memory only while they are needed."""
+    reduces_in_time: bool = False
+    """A unit is reduced while the next is computed again; where memory is short its buffers go then."""
 
     @property
     def casts_masters(self) -> bool:
@@ -93,58 +95,39 @@ class Activations:
         return "offload" if self.offload else "checkpoint" if self.checkpoint else "kept"
 
 
+_FIXED: Final = (
+    "parameters",
+    "gradients",
+    "masters",
+    "optimizer state",
+    "gathered units",
+    "reduce buffers",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Bytes of one rank."""
+    """Bytes of one rank, by name, in each moment that may be the peak."""
 
-    parameters: float
-    gradients: float
-    masters: float
-    optimizer: float
-    arena: float
-    reduce_buffers: float
-    activations: float
-    logits: float
-    workspace: float
-    activations_at_loss: float
-    gradients_at_loss: float
-    arena_at_loss: float
-    reduce_buffers_at_loss: float
+    at_loss: dict[str, float]
+    in_block: dict[str, float]
+    """In the middle of a block's backward."""
+    between_blocks: dict[str, float]
     host: float = 0.0
 
     @property
     def fixed(self) -> float:
-        """What is there at the end of every backward."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.masters
-            + self.optimizer
-            + self.arena
-            + self.reduce_buffers
-        )
+        """What is there at the end of every backward, whatever it works on."""
+        return sum(self.between_blocks[name] for name in _FIXED)
 
     @property
     def peak(self) -> float:
-        """At the loss, or in the backward of a block: whichever is more."""
+        """In whichever moment it is most."""
         return sum(self.on_device().values())
 
     def on_device(self) -> dict[str, float]:
         """By name, for people: at the peak."""
-        at_loss, in_backward = self._moment(at_loss=True), self._moment(at_loss=False)
-        return max(at_loss, in_backward, key=lambda terms: sum(terms.values()))
-
-    def _moment(self, *, at_loss: bool) -> dict[str, float]:
-        return {
-            "parameters": self.parameters,
-            "gradients": self.gradients_at_loss if at_loss else self.gradients,
-            "masters": self.masters,
-            "optimizer state": self.optimizer,
-            "gathered units": self.arena_at_loss if at_loss else self.arena,
-            "reduce buffers": self.reduce_buffers_at_loss if at_loss else self.reduce_buffers,
-            "activations": self.activations_at_loss if at_loss else self.activations,
-            "logits or workspace": self.logits if at_loss else self.workspace,
-        }
+        return max(self.at_loss, self.in_block, self.between_blocks, key=lambda terms: sum(terms.values()))
 
 
 def memory_terms(
@@ -180,28 +163,32 @@ def memory_terms(
         kept_at_loss = min(inputs, block.input_numel * per_token)
         kept = min(inputs, 2 * kept_at_loss)
         host = inputs
-    # One block's backward at its widest part: what it saves if that is computed again, the gradients of that
-    # part (half of what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
     whole = block.saved_numel * model.parts * per_token if block else 0.0
     again = whole if activations.checkpoint else 0.0
-    of_widest = whole / 4 + largest * layout.param_nbytes / 3
-    gradients = total * _WIDE / p
     arena = homes(sizes, lookups, layout.prefetch, held) if p > 1 else 0.0
-    reduce_buffers = layout.num_reduce_buffers * (largest + tiny) * layout.reduce_nbytes * (1 + 1 / p)
-    return Terms(
-        parameters=0.0 if layout.casts_masters else total * layout.param_nbytes / p,
-        gradients=gradients,
-        masters=total * _WIDE / layout.num_owners if layout.param_nbytes < _WIDE else 0.0,
-        optimizer=total * ADAM_NBYTES / layout.num_owners,
-        arena=arena,
-        reduce_buffers=reduce_buffers,
-        activations=kept + outside,
-        activations_at_loss=kept_at_loss + outside,
-        logits=tokens * model.vocab_size * _LOGIT_NBYTES,
-        workspace=again + of_widest,
-        # Lean: the backward's first unit is gathered, and there are gradients of earlier micro-steps alone.
-        gradients_at_loss=gradients if accumulates or not layout.lean else 0.0,
-        arena_at_loss=min(arena, sizes[-1] + sum(held)) if layout.lean else arena,
-        reduce_buffers_at_loss=0.0 if layout.lean else reduce_buffers,
-        host=host,
-    )
+    between = {
+        "parameters": 0.0 if layout.casts_masters else total * layout.param_nbytes / p,
+        "gradients": total * _WIDE / p,
+        "masters": total * _WIDE / layout.num_owners if layout.param_nbytes < _WIDE else 0.0,
+        "optimizer state": total * ADAM_NBYTES / layout.num_owners,
+        "gathered units": arena,
+        "reduce buffers": layout.num_reduce_buffers * (largest + tiny) * layout.reduce_nbytes * (1 + 1 / p),
+        "activations": kept + outside,
+        "logits or workspace": float(largest * layout.param_nbytes),
+    }
+    # At its widest part: what the block saves if that is computed again, the gradients of that part (half of
+    # what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
+    widest = again + whole / 4 + largest * layout.param_nbytes / 3
+    in_block = between | {"logits or workspace": widest}
+    at_loss = between | {
+        "activations": kept_at_loss + outside,
+        "logits or workspace": tokens * model.vocab_size * _LOGIT_NBYTES,
+    }
+    if layout.lean:
+        in_block["gathered units"] -= min(arena, largest * layout.param_nbytes)  # the one before has gone
+        if activations.checkpoint and layout.reduces_in_time:
+            in_block["reduce buffers"] = 0.0
+        at_loss["gathered units"] = min(arena, sizes[-1] + sum(held))  # what the backward begins with
+        at_loss["reduce buffers"] = 0.0
+        at_loss["gradients"] *= accumulates  # of earlier micro-steps
+    return Terms(at_loss=at_loss, in_block=in_block, between_blocks=between, host=host)

@@ -9,7 +9,7 @@ from typing import Final
 from mics.auto import exchange_pays, stage_costs, two_stages_pay
 from mics.cost import Cost, Kind, Span, cost
 from mics.planner.compute import Device
-from mics.planner.depth import depth_for
+from mics.planner.depth import depth_for, reduces_in_time
 from mics.planner.memory import Activations, Layout, Terms, memory_terms
 from mics.planner.shapes import ModelShape, UnitShape
 from mics.topology import Cluster
@@ -90,6 +90,7 @@ class Setting:
             numels={index: unit.numel for index, unit in units.items()},
             rows=self.tokens,
             two_stage=self.two_stage,
+            lean=self.activations.offload,
         )
 
     @cached_property
@@ -101,6 +102,14 @@ class Setting:
             prefetch=self.depth,
             num_reduce_buffers=2 if self.two_stage else 1,
             lean=self.activations.offload,
+            reduces_in_time=reduces_in_time(
+                self.cluster,
+                self.partition,
+                numel=self.model.largest_numel,
+                nbytes=self.model.largest_numel * self.wire_nbytes,
+                rows=self.tokens,
+                two_stage=self.two_stage,
+            ),
         )
 
     def memory(self) -> Terms:
