@@ -102,6 +102,8 @@ def compare(args: argparse.Namespace) -> None:
         if system == ("fsdp2" if has_replicas else "hsdp"):
             continue  # the one that shards over the world is no match for partition groups, and the reverse
         job = job_of(args.model, offload=offload)
+        if args.vocab_size is not None:
+            job = replace(job, model=replace(job.model, vocab_size=args.vocab_size))
         with mics.emulate(find_cluster(args.cluster)) as emulation:
             trainer: Any = SYSTEMS[system].build(job)
             found = measure(trainer, job, args)
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("what", choices=("compare", "walk"))
     parser.add_argument("--model", help="one of `mics bench --model`")
     parser.add_argument("--cluster", default="benchmarks/clusters/ordinary.yaml:1")
+    parser.add_argument("--vocab-size", type=int, help="of compare; few words leave the peak to the backward")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument(
