@@ -111,29 +111,35 @@ def _memory(model: ModelShape) -> None:
     """Peaks of benchmarks/results/offload_h200_2026-11-15.md and of its walk."""
     larger = named_shape("gpt-20b")
     kept, offloaded = Activations(checkpoint=False), Activations(checkpoint=True, offload=True)
-    rows = (
-        (model, 1, kept, 47.85),
-        (model, 8, kept, 31.22),
-        (model, 8, CHECKPOINTED, 16.20),
-        (model, 8, offloaded, 15.26),
-        (larger, 8, CHECKPOINTED, 59.63),
-        (larger, 8, offloaded, 56.76),
+    measurements = (  # model, nodes, partition size, rows, activations, GiB
+        (model, 1, 1, 4, kept, 47.85),
+        (model, 1, 8, 4, kept, 31.22),
+        (model, 1, 8, 4, CHECKPOINTED, 16.20),
+        (model, 1, 8, 4, offloaded, 10.37),
+        (larger, 1, 8, 4, CHECKPOINTED, 59.63),
+        (larger, 1, 8, 14, CHECKPOINTED, 79.27),
+        (larger, 1, 8, 4, offloaded, 48.83),
+        (larger, 1, 8, 40, offloaded, 78.81),
+        (larger, 8, 8, 4, CHECKPOINTED, 34.98),
+        (larger, 8, 8, 26, CHECKPOINTED, 78.18),
+        (larger, 8, 8, 4, offloaded, 28.87),
+        (larger, 8, 8, 56, offloaded, 78.78),
     )
-    print("| model | p | activations | measured peak GiB | predicted GiB | error |")
-    print("|---|---:|---|---:|---:|---:|")
-    for shape, size, activations, measured in rows:
+    print("| model | ranks | p | rows | activations | measured peak GiB | predicted GiB | error |")
+    print("|---|---:|---:|---:|---|---:|---:|---:|")
+    for shape, nodes, size, rows, activations, measured in measurements:
         setting = Setting(
             model=shape,
-            cluster=find_cluster(f"{ORDINARY}:1"),
+            cluster=find_cluster(f"{ORDINARY}:{nodes}"),
             partition_size=size,
-            micro_batch=4,
+            micro_batch=rows,
             accumulation=1,
             activations=activations,
         )
         found = setting.memory().peak / 2**30
         print(
-            f"| {shape.name} | {size} | {activations} | {measured:.2f} | {found:.2f} | "
-            f"{_error(found, measured)} |"
+            f"| {shape.name} | {8 * nodes} | {size} | {rows} | {activations} | {measured:.2f} | "
+            f"{found:.2f} | {_error(found, measured)} |"
         )
 
 

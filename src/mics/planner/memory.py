@@ -113,6 +113,8 @@ class Terms:
     in_block: dict[str, float]
     """In the middle of a block's backward."""
     between_blocks: dict[str, float]
+    computed_again: dict[str, float]
+    """At the end of a block's second forward."""
     host: float = 0.0
 
     @property
@@ -127,7 +129,8 @@ class Terms:
 
     def on_device(self) -> dict[str, float]:
         """By name, for people: at the peak."""
-        return max(self.at_loss, self.in_block, self.between_blocks, key=lambda terms: sum(terms.values()))
+        moments = self.at_loss, self.in_block, self.between_blocks, self.computed_again
+        return max(moments, key=lambda terms: sum(terms.values()))
 
 
 def memory_terms(
@@ -180,15 +183,20 @@ def memory_terms(
     # what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
     widest = again + whole / 4 + largest * layout.param_nbytes / 3
     in_block = between | {"logits or workspace": widest}
+    # What has been computed again, and the gradients of the block before until they are laid out.
+    again_done = between | {"logits or workspace": again + largest * layout.param_nbytes}
     at_loss = between | {
         "activations": kept_at_loss + outside,
         "logits or workspace": tokens * model.vocab_size * _LOGIT_NBYTES,
     }
     if layout.lean:
-        in_block["gathered units"] -= min(arena, largest * layout.param_nbytes)  # the one before has gone
+        for moment in (in_block, again_done):  # the one before has gone
+            moment["gathered units"] -= min(arena, largest * layout.param_nbytes)
         if activations.checkpoint and layout.reduces_in_time:
             in_block["reduce buffers"] = 0.0
         at_loss["gathered units"] = min(arena, sizes[-1] + sum(held))  # what the backward begins with
         at_loss["reduce buffers"] = 0.0
         at_loss["gradients"] *= accumulates  # of earlier micro-steps
-    return Terms(at_loss=at_loss, in_block=in_block, between_blocks=between, host=host)
+    return Terms(
+        at_loss=at_loss, in_block=in_block, between_blocks=between, computed_again=again_done, host=host
+    )

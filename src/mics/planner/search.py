@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
@@ -23,7 +23,7 @@ _POLICIES: Final = (
 )
 _SPLITS: Final = (1, 3)
 """Units of a block: one, or its attention and both matrices of its MLP."""
-_AS_FAST: Final = 0.01
+_AS_FAST: Final = 0.02  # a simulated step is no more exact than that
 _MAX_SIZES: Final = 8  # beyond a node
 _MAX_NODES: Final = 1 << 17
 _MAX_MICRO_BATCH: Final = 64
@@ -155,19 +155,31 @@ def search(wanted: Wanted, system: str = "mics") -> Found:
         if not settings:
             too_large[size] = needed
             continue
-        found = [predict_quickly(setting, system) for setting in settings]
-        best.append(min(found, key=lambda prediction: prediction.step_seconds))
-    fastest = min((found.step_seconds for found in best), default=0.0)
-    # What is as fast is better small: less of it depends on the network being what it should be.
-    best.sort(
-        key=lambda found: (max(found.step_seconds, (1 + _AS_FAST) * fastest), found.setting.partition_size)
-    )
+        best.append(_in_order([predict_quickly(setting, system) for setting in settings])[0])
+    best = _in_order(best)
     if best:
         best[0] = predict(best[0].setting, system)  # all of it, for the timeline
     choices = [
         Choice(prediction=found, memory=found.setting.memory(), limited_by=limit_of(found)) for found in best
     ]
     return Found(wanted=wanted, choices=tuple(choices), too_large=too_large)
+
+
+def _in_order(found: Sequence[Prediction]) -> list[Prediction]:
+    """The fastest first. Of those that are as fast, what asks for least.
+
+    That is whole units, the least done with activations, and small groups: less of it depends on the network
+    being what it should be.
+    """
+    fastest = min((prediction.step_seconds for prediction in found), default=0.0)
+
+    def key(prediction: Prediction) -> tuple[float, int, int, int]:
+        setting = prediction.setting
+        policy = _POLICIES.index(setting.activations)
+        seconds = max(prediction.step_seconds, (1 + _AS_FAST) * fastest)
+        return seconds, setting.model.parts, policy, setting.partition_size
+
+    return sorted(found, key=key)
 
 
 def _thinned(sizes: list[int], node: int) -> list[int]:
