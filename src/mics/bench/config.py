@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +31,8 @@ class Training:
     """Micro-steps of one optimizer step."""
     micro_batch: int | None = None
     """Rows of a micro-step on one rank; None: the model's usual."""
+    seq_len: int | None = None
+    """Tokens of a row; None: the model's usual."""
     checkpoint: bool | None = None
     """Recompute each block in the backward; None: as the model usually does."""
     offload: bool = False
@@ -53,7 +55,7 @@ class Training:
         default: DType = "bfloat16" if device == "cuda" else "float32"
         try:
             return Job(
-                model=found.config,
+                model=found.config if self.seq_len is None else replace(found.config, seq_len=self.seq_len),
                 partition_size=partition_size,
                 micro_batch=found.micro_batch if self.micro_batch is None else self.micro_batch,
                 accumulation=self.accumulation,
