@@ -33,6 +33,8 @@ class Training:
     """Rows of a micro-step on one rank; None: the model's usual."""
     seq_len: int | None = None
     """Tokens of a row; None: the model's usual."""
+    loss_in_pieces: bool = False
+    """Work through the logits a piece at a time, in all systems: less memory at the loss."""
     checkpoint: bool | None = None
     """Recompute each block in the backward; None: as the model usually does."""
     offload: bool = False
@@ -55,7 +57,11 @@ class Training:
         default: DType = "bfloat16" if device == "cuda" else "float32"
         try:
             return Job(
-                model=found.config if self.seq_len is None else replace(found.config, seq_len=self.seq_len),
+                model=replace(
+                    found.config,
+                    seq_len=found.config.seq_len if self.seq_len is None else self.seq_len,
+                    loss_in_pieces=self.loss_in_pieces,
+                ),
                 partition_size=partition_size,
                 micro_batch=found.micro_batch if self.micro_batch is None else self.micro_batch,
                 accumulation=self.accumulation,

@@ -1,6 +1,7 @@
-"""Small reference models: plain ``nn.Module``s that import nothing from mics."""
+"""Small reference models: plain torch that imports nothing else from mics."""
 
 from mics.models.gpt import GPT, GPTConfig
+from mics.models.loss import cross_entropy
 from mics.models.sizes import GPT_SIZES
 
-__all__ = ["GPT", "GPT_SIZES", "GPTConfig"]
+__all__ = ["GPT", "GPT_SIZES", "GPTConfig", "cross_entropy"]

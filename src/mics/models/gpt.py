@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mics.models.loss import cross_entropy
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -28,6 +30,8 @@ class GPTConfig:
     """Each token sees those before it; False: all of them, as in BERT."""
     rotary: bool = True
     """Positions turn queries and keys; False: a learned vector a position is added to the tokens."""
+    loss_in_pieces: bool = False
+    """Work through the logits a piece at a time (see ``mics.models.cross_entropy``)."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "hidden_size", "vocab_size", "seq_len"):
@@ -185,6 +189,8 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
+        if self.config.loss_in_pieces:
+            return cross_entropy(logits.flatten(0, 1), targets.flatten())
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
