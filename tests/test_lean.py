@@ -14,8 +14,8 @@ from torch import Tensor
 import mics
 from mics.contiguous import Contiguous
 from mics.engine import engine_of
-from mics.plans import Prefetch, make_plan
-from tests.ranks import run_ranks
+from mics.plans import Plans, Prefetch, make_plan
+from tests.ranks import run_expecting_error, run_ranks
 
 _WIDTH = 24
 _BF16 = mics.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -120,7 +120,7 @@ def test_gradients_of_earlier_micro_steps_stay() -> None:
         assert all(look["reduce"] == 0 for look in found)
 
 
-def _train(lean: bool, partition_size: int, habit: str, poisoned: bool = False) -> list[float]:
+def _train(lean: bool, partition_size: int, habit: str) -> list[float]:
     """Losses, norms and a sum over the parameters of a few steps with a user's ``habit``."""
     options: dict[str, Any] = {}
     if habit == "partition":
@@ -130,7 +130,7 @@ def _train(lean: bool, partition_size: int, habit: str, poisoned: bool = False) 
     model, optimizer = _shard(partition_size, lean=lean, **options)
     found: list[float] = []
     held: list[Tensor] = []
-    for step in range(5):
+    for step in range(3):
         if habit == "late clear":
             loss = model(_data(step))
             optimizer.zero_grad()
@@ -226,13 +226,147 @@ def test_edits_through_data_are_seen_where_masters_are_gathered() -> None:
     assert before > after
 
 
-def test_a_plan_that_does_not_look_past_the_turn() -> None:
+def test_a_plan_that_stops_at_the_turn() -> None:
     """Neither sends for what the backward needs, nor keeps it, but for its first."""
     order, sizes = (0, 1, 2, 3, 3, 2, 1, 0), dict.fromkeys(range(4), 10)
-    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=2), past_turn=False)
+    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=2), turn=4)
     assert plan.ahead[:4] == (((1,), (2,)), ((2,), (3,)), ((3,),), ())
     assert plan.ahead[4:] == (((2,), (1,)), ((1,), (0,)), ((0,),), ())
     assert [set(kept) for kept in plan.kept[:4]] == [{1}, {2}, {3}, {3}]
+    plans = Plans(Prefetch(units=2), sizes=sizes, stops_at_turn=True)
+    twice = (0, 1, 0, 1, 2, 2, 1, 0)  # units that a forward uses again are no turn
+    for _ in range(2):
+        plans.begin()
+        sent = [plans.advance(unit, in_backward=position > 4) for position, unit in enumerate(twice)]
+    assert [len(batches) for batches in sent] == [2, 2, 2, 1, 0, 2, 1, 0]
+
+
+def _in_blocks(policy: mics.Activations, share: float) -> list[list[int]]:
+    """Reduce buffers when a block's own backward begins, and right after its reduction."""
+    model = Stack()
+    mics.shard(model, partition_size=2, lean=True, precision=_BF16, activations=policy)
+    boundary = engine_of(model).boundary
+    boundary._reduction_share = lambda rows: share
+    in_block: list[int] = []
+    after: list[int] = []
+    reduce = boundary.reduce
+
+    def look_after(unit: Any) -> None:
+        reduce(unit)
+        after.append(len(boundary.reduce_buffers()))
+
+    engine_of(model).schedule._reduce_unit = look_after
+    for block in model.blocks:
+        block.down.register_full_backward_hook(lambda *_: in_block.append(len(boundary.reduce_buffers())))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        model(_data(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [in_block, after]
+
+
+@pytest.mark.parametrize("policy", [mics.Activations(), mics.Activations(offload=True)])
+def test_reduce_buffers_go_when_the_reduction_is_surely_over(policy: mics.Activations) -> None:
+    """While the next block is computed again, at once if it is quick, or not before the forward."""
+    for share, in_block, after in ((0.5, False, True), (0.01, False, False), (3.0, True, True)):
+        for found in run_ranks(2, _in_blocks, policy, share):
+            assert all((num > 0) == in_block for num in found[0]), share
+            assert all((num > 0) == after for num in found[1]), share
+
+
+def _put_aside(announced: bool) -> float:
+    model, optimizer = _shard(2, lean=True)
+    for batch in mics.microsteps(model, [_data(0)]) if announced else [_data(0)]:
+        model(batch).backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(_data(1))
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad
+    return float(mics.clip_grad_norm_(model, 1.0))
+
+
+def test_gradients_that_are_put_aside_before_hop_2_are_not_used_after_a_forward() -> None:
+    """After hop 2 they may be."""
+    norms = run_ranks(4, _put_aside, True)
+    assert len(set(norms)) == 1 and norms[0] > 0
+    for error in run_expecting_error(4, _put_aside, False):
+        assert "kept aside" in str(error)
+
+
+def _with_hooks(lean: bool, when: str) -> list[float]:
+    model, optimizer = _shard(2, lean=lean)
+    found: list[float] = []
+
+    def clear_and_evaluate(*_: Any) -> None:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(float(model(_data(9))))
+
+    register = optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook
+    register(clear_and_evaluate)
+    for step in range(3):
+        loss = model(_data(step))
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_the_optimizer_may_clear_and_evaluate(when: str) -> None:
+    assert run_ranks(2, _with_hooks, True, when) == run_ranks(2, _with_hooks, False, when)
+
+
+def _clamped_through_data(lean: bool) -> list[float]:
+    model, optimizer = _shard(2, lean=lean, optimizer_sharding="partition")
+    found = []
+    for step in range(4):
+        loss = model(_data(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        with torch.no_grad():
+            found.append(float(model(_data(7))))
+    return found
+
+
+def test_edits_through_data_are_seen_on_all_replicas() -> None:
+    first, second = (run_ranks(4, _clamped_through_data, True) for _ in range(2))
+    assert first == second
+    assert all(rank == first[0] for rank in first)
+    assert first[0][-1] < 0.1 * first[0][0], "halved four times"
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(_WIDTH, _WIDTH)
+        self.b = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def _edited_between_evaluations() -> list[float]:
+    model = _Two()
+    mics.shard(model, partition_size=2, units=[nn.Linear], lean=True, precision=_BF16, prefetch=2)
+    found = []
+    with torch.no_grad():
+        for factor in (1.0, 1.0, 0.0, 1.0):
+            for parameter in model.b.parameters():
+                parameter.data.mul_(factor)
+            found.append(float(model(_data(0)).float().abs().sum()))
+    return found
+
+
+def test_what_an_evaluation_kept_is_not_used_by_the_next() -> None:
+    for found in run_ranks(2, _edited_between_evaluations):
+        assert found[0] == found[1] > 0.0 == found[2] == found[3]
 
 
 def test_lean_is_the_default_where_activations_are_offloaded() -> None:
@@ -243,6 +377,7 @@ def test_lean_is_the_default_where_activations_are_offloaded() -> None:
         (mics.Activations(offload=0.5), True),
     ):
         model = mics.shard(nn.Sequential(nn.Linear(4, 4)), activations=activations)
-        assert engine_of(model).boundary._lends_memory == lean
-    with pytest.raises(mics.SettingsError, match='lean: expected "auto", True or False'):
-        mics.shard(nn.Linear(2, 2), lean="yes")  # type: ignore[arg-type]
+        assert engine_of(model).boundary.lends_memory == lean
+    for wrong in ("yes", 1, 0, None):
+        with pytest.raises(mics.SettingsError, match='lean: expected "auto", True or False'):
+            mics.shard(nn.Linear(2, 2), lean=wrong)  # type: ignore[arg-type]

@@ -85,9 +85,10 @@ def shard(
         activations: which units are computed again in the backward, and what of their activations goes to
             host memory meanwhile; None leaves the model as it is.
         lean: hold as little memory as possible, for a small cost in time. Gradients and the buffers they are
-            reduced in have memory from the first backward to ``zero_grad()`` alone, gathered units only while
-            they are needed, and there is no second copy of parameters whose masters are all on this rank (one
-            replica, or optimizer_sharding="partition"). "auto": where activations are offloaded.
+            reduced in have memory from the first backward to the next forward that finds all of them cleared
+            (call ``zero_grad()`` before it), gathered units only while they are needed. There is no second
+            copy of parameters whose masters are all on this rank (one replica, or
+            optimizer_sharding="partition"). "auto": where activations are offloaded.
         audit_interval: optimizer steps from one comparison of the replicas' parameters to the next (see
             ``mics.audit``); "auto" is 100, and 0 never compares. A difference raises ``mics.ReplicaError``
             one boundary later.
@@ -247,7 +248,7 @@ def _build(
         ),
         gradient_memory=gradient_memory,
         lends_memory=settings.lean,
-        reduces_in_time=choices.reduces_in_time,
+        reduction_share=choices.reduction_share,
         replica_batch_nbytes=choices.replica_batch_nbytes if overlap else 0,
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )
@@ -259,6 +260,7 @@ def _build(
             settings.blocks,
             device=settings.device,
             is_parameter=lambda tensor: any(unit.holds(tensor) for unit in all_units if unit.gathered),
+            on_computed=boundary.recomputed,
             # An emulated node's other ranks are imagined: they take no memory.
             ranks_on_node=1 if emulated_cluster() is not None else node_names.count(node_names[world.rank]),
         )

@@ -17,7 +17,7 @@ from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
 from mics.errors import MicsError, ReplicaError
 from mics.gradients import GradientOwner, ShardGrad
-from mics.planner.memory import TINY_SHARE
+from mics.planner.memory import QUICK_SHARE, TINY_SHARE
 from mics.plans import Prefetch
 from mics.reduce_buffer import ReduceBuffer
 from mics.schedule import Schedule
@@ -41,7 +41,7 @@ class Boundary:
         audit: ReplicaAudit,
         gradient_memory: Contiguous,
         lends_memory: bool = False,
-        reduces_in_time: Callable[[int], bool] = lambda rows: False,
+        reduction_share: Callable[[int], float] = lambda rows: math.inf,
         replica_batch_nbytes: int = 0,
         choose_prefetch: Callable[[Sequence[int], int], int] | None = None,
     ) -> None:
@@ -52,9 +52,9 @@ class Boundary:
         self._mesh = mesh
         self._device = device
         self._gradient_memory = gradient_memory
-        self._lends_memory = lends_memory  # to the forward, while there are no gradients
-        # Whether a unit's reduction hides under a forward of so many rows.
-        self._reduces_in_time = reduces_in_time
+        # To the computation: the memory of gradients while there are none, of buffers while they are idle.
+        self.lends_memory = lends_memory
+        self._reduction_share = reduction_share  # of a unit's forward over so many rows
         self._scale = 1.0 / world_size  # gradients are averaged over ranks, as under DDP
         self._buffers: dict[tuple[torch.dtype, bool], list[ReduceBuffer]] = {}  # by format and tininess
         self._num_buffers = num_reduce_buffers
@@ -66,8 +66,10 @@ class Boundary:
         self._fresh_grads = False  # a backward has run since the ranks last agreed
         # New values, and hop 2 where nobody announced it, take units together up to this many bytes.
         self._batch_nbytes = replica_batch_nbytes
-        self._edits_show = mesh.replication.size == 1 and any(
-            unit.master is unit.param_shard for unit in self.trainable
+        self._edits_show = any(
+            unit.master is unit.param_shard
+            and (mesh.replication.size == 1 or not unit.share.masters_over_replicas)
+            for unit in self.trainable
         )
         self._in_use: InUse | None = None  # full gradients that are being laid out
         # What the latest clipping found, until there are new gradients: units, and the norm of each.
@@ -88,6 +90,8 @@ class Boundary:
         if self.announced:
             # At once: waiting for company would save latency, and leave the network idle meanwhile.
             reduce_over_replicas([unit.gradients], self._mesh.replication)
+        if self.lends_memory and self._share_of_forward() <= QUICK_SHARE:
+            self._lend_buffers()
 
     def tick(self) -> None:
         """A unit is gathered. Full gradients that were reduced some units ago have been read by now."""
@@ -121,13 +125,14 @@ class Boundary:
     def follow(self, schedule: Schedule) -> None:
         """Check at each boundary that all ranks went through ``schedule`` alike, and start it again after."""
         self._agreement.schedule = self._schedule = schedule
+        schedule.edits_show = self._edits_show
 
     def before_forward(self) -> None:
         """Have the memory of all gradients before training fills the device's memory with other things.
 
         Or lend it to the forward, whose logits and activations are gone when the first gradients come.
         """
-        if self._lends_memory:
+        if self.lends_memory:
             self._lend_memory()
         elif torch.is_grad_enabled():
             for unit in self.trainable:
@@ -141,8 +146,13 @@ class Boundary:
         The unit before has been reduced meanwhile: where memory is short its buffers go.
         """
         assert self._schedule is not None
-        if self._lends_memory and self._reduces_in_time(self._schedule.rows):
+        if self.lends_memory and self._schedule.in_backward and self._share_of_forward() <= 1.0:
             self._lend_buffers()
+
+    def _share_of_forward(self) -> float:
+        """How long a unit's reduction takes, by the cost model, for each second of its forward."""
+        assert self._schedule is not None
+        return self._reduction_share(self._schedule.rows)
 
     def _lend_buffers(self) -> None:
         self._let_go()
@@ -152,11 +162,15 @@ class Boundary:
 
     def _lend_memory(self) -> None:
         self._lend_buffers()
-        if any(shard.grad is not None for unit in self.trainable for shard in unit.shards):
-            return  # of earlier micro-steps
+        has_gradients = any(shard.grad is not None for unit in self.trainable for shard in unit.shards)
+        if has_gradients or self._shown:  # of earlier micro-steps, or an optimizer is at work on them
+            return
+        guards, self._guards = self._guards, {}
         for unit in self.trainable:
+            if unit.gradients.state is GradState.PARTIAL and self._mesh.replication.size > 1:
+                for guard in guards.get(unit.spec.index, ()):
+                    guard.is_lost = True  # who has put it aside has a sum over the partition group alone
             unit.gradients.release()
-        self._guards.clear()
         self._gradient_memory.release()
 
     def any_rank_used(self, unit: Unit, index: int) -> bool:
@@ -237,6 +251,9 @@ class Boundary:
         if not assigned:
             return
         values = [unit.shards[index].grad for index in assigned]
+        for value in values:
+            if isinstance(value, ShardGrad):
+                value.check_kept()
         unit.gradients.make_reduced()
         for index, value in zip(assigned, values, strict=True):
             assert value is not None
@@ -345,7 +362,7 @@ def batches_of(units: Sequence[Unit], nbytes: int) -> Iterator[list[Unit]]:
 
 
 def _nbytes_of(units: Sequence[Unit]) -> int:
-    return sum(unit.param_shard.numel() * unit.param_shard.element_size() for unit in units)
+    return sum(unit.spec.layout.chunk_numel * unit.spec.param_dtype.itemsize for unit in units)
 
 
 class Agreement:

@@ -15,7 +15,7 @@ from mics.comm import World
 from mics.cost import Kind, Span
 from mics.errors import SettingsError
 from mics.layout import plan_layout
-from mics.planner.depth import batching_for, depth_for, reduces_in_time
+from mics.planner.depth import batching_for, depth_for, reduction_share
 from mics.planner.modules import shape_of_module
 from mics.planner.search import fitting_partition
 from mics.plans import Plans, Prefetch
@@ -80,6 +80,7 @@ class Choices:
     def __init__(self, settings: Settings, topology: Topology, units: Sequence[Unit]) -> None:
         self._prefetch = settings.prefetch
         self._lean = settings.lean
+        self._shares: dict[int, float] = {}  # by rows
         self._cluster = settings.cluster
         self._span = _span(topology)
         self._two_stage = topology.two_stage[0]
@@ -97,7 +98,7 @@ class Choices:
             prefetch,
             sizes=self._sizes,
             batching=batching,
-            past_turn=not self._lean,
+            stops_at_turn=self._lean,
             is_final=self._prefetch is not None,
         )
 
@@ -114,10 +115,15 @@ class Choices:
             lean=self._lean,
         )
 
-    def reduces_in_time(self, rows: int) -> bool:
-        """Whether a unit's gradients are reduced while the next unit's forward is computed again."""
+    def reduction_share(self, rows: int) -> float:
+        """How long a unit's reduction takes for each second of its forward."""
+        if rows not in self._shares:
+            self._shares[rows] = self._reduction_share(rows)
+        return self._shares[rows]
+
+    def _reduction_share(self, rows: int) -> float:
         largest = max(self._specs.values(), key=lambda spec: spec.layout.numel)
-        return reduces_in_time(
+        return reduction_share(
             self._cluster,
             self._span,
             numel=largest.layout.numel,

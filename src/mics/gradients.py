@@ -73,6 +73,7 @@ class ShardGrad(Tensor):
     # Weak: Python's collector does not see what a parameter holds as its ``grad``, so a strong reference
     # back would keep every model alive whose gradients were not cleared at the end.
     owner: ref[GradientOwner]
+    is_lost: bool = False  # its memory was lent while it had had hop 1 alone
 
     @staticmethod
     def guard(view: Tensor, owner: GradientOwner) -> ShardGrad:
@@ -80,6 +81,15 @@ class ShardGrad(Tensor):
         guarded = view.as_subclass(ShardGrad)
         guarded.owner = ref(owner)
         return guarded
+
+    def check_kept(self) -> None:
+        """Raise if a forward has come since the user cleared this gradient, before hop 2."""
+        if self.is_lost:
+            raise MicsError(
+                "a gradient that was cleared and kept aside: expected it to be used before the next forward, "
+                "found it afterwards, when it can no longer be added up over the replicas; clone() it before "
+                "zero_grad(), or shard the model with lean=False"
+            )
 
     @classmethod
     def __torch_function__(
@@ -96,6 +106,8 @@ class ShardGrad(Tensor):
                 "or mics.full_gradients(model) for whole gradients"
             )
         if owner is not None and not describes:
+            for guard in _guards((args, kwargs)):
+                guard.check_kept()
             owner.synchronize()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

@@ -95,6 +95,8 @@ def memory(model: nn.Module, *, show: bool = True) -> MemoryReport:
 def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     units = engine.units
     trainable = [unit for unit in units if unit.spec.trainable]
+    lean = engine.boundary.lends_memory
+    meanwhile = ", only meanwhile" if lean else ""
     size, replicas = engine.topology.partition_size, engine.topology.num_replicas
     over = size * (replicas if any(unit.share.masters_over_replicas for unit in units) else 1)
     stored = [unit for unit in units if not unit.spec.casts_masters]
@@ -107,7 +109,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     gradients = [unit.gradients.shard for unit in trainable]
     yield _on_device(
         "gradients",
-        f"{_share(size)}, accumulated over micro-steps",
+        f"{_share(size)}, accumulated over micro-steps" + (", lent while cleared" if lean else ""),
         sum(unit.spec.layout.numel * unit.spec.grad_dtype.itemsize for unit in trainable) / size,
         _nbytes(shard for shard in gradients if shard is not None),
     )
@@ -131,7 +133,9 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     ahead = engine.schedule.plans.prefetch.units
     yield _on_device(
         "gathered units",
-        f"at work, and {ahead} ahead" if gathered else "nothing to gather",
+        f"at work, and {ahead} ahead{', only meanwhile' if lean else ''}"
+        if gathered
+        else "nothing to gather",
         homes(
             tuple(unit.memory.nbytes for unit in chain),
             _lookups(chain),
@@ -142,7 +146,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     )
     yield _on_device(
         "reduce buffers",
-        "gradients of a whole unit, and this rank's chunk of the sum",
+        "gradients of a whole unit, and this rank's chunk of the sum" + meanwhile,
         engine.boundary.expected_reduce_nbytes(),
         _nbytes(t for buffer in engine.boundary.reduce_buffers() for t in (buffer.full, buffer.shard)),
     )

@@ -79,6 +79,8 @@ class Plan:
     Those that come next, one more than the plan looks ahead: at the turn from forward to backward there are
     homes for them, which the backward has use for later.
     """
+    turn: int | None = None
+    """Where the backward begins, if the plan stops there (see ``make_plan``)."""
 
     @property
     def first_units(self) -> frozenset[int]:
@@ -105,15 +107,15 @@ def make_plan(
     sizes: Mapping[int, int],
     prefetch: Prefetch,
     batching: Batching = NO_BATCHING,
-    past_turn: bool = True,
+    turn: int | None = None,
 ) -> Plan:
     """Look ahead from every position of ``order``. ``sizes``: bytes of each gathered unit.
 
-    Without ``past_turn`` a forward neither sends for what its backward needs nor keeps it, but for the very
-    first: so little is gathered while the loss is computed.
+    ``turn`` is where the backward begins: before it nothing is sent for that comes after it, and nothing kept
+    but what it begins with, so that little is gathered while the loss is computed. None: look past it.
     """
-    batches = batches_of(order, sizes, batching)
-    turn = len(batches) if past_turn else _turn(batches)
+    forward = batches_of(order[:turn], sizes, batching)
+    batches = forward if turn is None else forward + batches_of(order[turn:], sizes, batching)
     places = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch))]
 
     def window(upcoming: Iterable[Batch]) -> tuple[Batch, ...]:
@@ -129,8 +131,8 @@ def make_plan(
     for number, place in places:
         rest = batches[number][place + 1 :]
         following = batches[number + 1 : number + 1 + prefetch.units]
-        if number < turn:
-            following = following[: turn - number - 1]
+        if turn is not None and number < len(forward):
+            following = following[: len(forward) - number - 1]
         ahead.append(window([*([rest] if rest else []), *following]) if prefetch.units else ())
     # One more than elsewhere: nothing is computed before the first.
     first = window(batches[: prefetch.units + 1]) if prefetch.units else ()
@@ -140,21 +142,11 @@ def make_plan(
         kept.append(
             frozenset(
                 unit
-                for batch in window(_distinct(upcoming, prefetch.units + 1 if past_turn else 1))
+                for batch in window(_distinct(upcoming, prefetch.units + 1 if turn is None else 1))
                 for unit in batch
             )
         )
-    return Plan(order=tuple(order), first=first, ahead=tuple(ahead), kept=tuple(kept))
-
-
-def _turn(batches: Sequence[Batch]) -> int:
-    """The number of the first batch that brings a unit for the second time."""
-    seen: set[int] = set()
-    for number, batch in enumerate(batches):
-        if not seen.isdisjoint(batch):
-            return number
-        seen.update(batch)
-    return len(batches)
+    return Plan(order=tuple(order), first=first, ahead=tuple(ahead), kept=tuple(kept), turn=turn)
 
 
 def _distinct(upcoming: Iterable[Batch], count: int) -> Iterator[Batch]:
@@ -192,14 +184,15 @@ class Plans:
         *,
         sizes: Mapping[int, int],
         batching: Batching = NO_BATCHING,
-        past_turn: bool = True,
+        stops_at_turn: bool = False,
         is_final: bool = True,
     ) -> None:
         self.prefetch = prefetch
         self.is_final = is_final  # whether ``prefetch`` is what it will be
         self._sizes = sizes
         self.batching = batching
-        self._past_turn = past_turn
+        self._stops_at_turn = stops_at_turn
+        self._turn: int | None = None  # where in ``_seen`` the backward began
         self._plans: list[Plan] = []  # the latest first
         self._plan = _NO_PLAN
         self._seen: list[int] = []  # since the forward began
@@ -210,7 +203,7 @@ class Plans:
         done = self._current() if self._seen else None
         if done is not None:
             self._plans = [done, *(plan for plan in self._plans if plan.order != done.order)][:_MAX_PLANS]
-        self._seen = []
+        self._seen, self._turn = [], None
         self._follows = bool(self._plans)
         self._plan = self._plans[0] if self._plans else _NO_PLAN
         return done
@@ -221,22 +214,24 @@ class Plans:
         if prefetch == self.prefetch:
             return
         self.prefetch = prefetch
-        self._plans = [self._make(plan.order) for plan in self._plans]
-        self._plan = self._make(self._plan.order)
+        self._plans = [self._make(plan.order, plan.turn) for plan in self._plans]
+        self._plan = self._make(self._plan.order, self._plan.turn)
 
     def first(self) -> Sequence[Batch]:
         """What will be needed first if the next forward is like the last one."""
         if self._seen and not self._follows:
-            return self._make(self._seen).first
+            return self._make(self._seen, self._turn).first
         return (self._plan if self._follows else (self._plans or [_NO_PLAN])[0]).first
 
     def first_units(self) -> frozenset[int]:
         """The same as one set of units."""
         return frozenset(unit for batch in self.first() for unit in batch)
 
-    def advance(self, unit: int) -> Sequence[Batch]:
+    def advance(self, unit: int, *, in_backward: bool = False) -> Sequence[Batch]:
         """``unit`` is needed now. What will be needed after it, as far as is known."""
         position = len(self._seen)
+        if in_backward and self._turn is None:
+            self._turn = position
         self._seen.append(unit)
         order = self._plan.order
         if not (self._follows and position < len(order) and order[position] == unit):
@@ -258,20 +253,20 @@ class Plans:
 
     def forget_current(self) -> None:
         """What was seen since the forward began led nowhere (a failed backward)."""
-        self._seen = []
+        self._seen, self._turn = [], None
         self._follows = False
 
     def _current(self) -> Plan:
         follows_to_the_end = self._follows and len(self._seen) == len(self._plan.order)
-        return self._plan if follows_to_the_end else self._make(self._seen)
+        return self._plan if follows_to_the_end else self._make(self._seen, self._turn)
 
-    def _make(self, order: Sequence[int]) -> Plan:
+    def _make(self, order: Sequence[int], turn: int | None) -> Plan:
         return make_plan(
             order,
             sizes=self._sizes,
             prefetch=self.prefetch,
             batching=self.batching,
-            past_turn=self._past_turn,
+            turn=(len(order) if turn is None else turn) if self._stops_at_turn else None,
         )
 
     def _change(self) -> None:

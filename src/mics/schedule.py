@@ -113,7 +113,9 @@ class Schedule:
         self._on_gather = on_gather
         self._on_recomputed = on_recomputed
         self._depth = 0
-        self._in_backward = False
+        self.in_backward = False
+        self.edits_show = False  # masters are gathered as they are, whoever wrote to them
+        self._has_turned = False  # a backward has come since the forward began
         self._num_backwards = 0
         self._ender: ref[_EndOfBackward] | None = None
         self._sites_of: dict[int, list[ScheduledSite]] = {}  # by unit index
@@ -181,30 +183,32 @@ class Schedule:
         site.depth -= 1
         self._depth -= 1
         # A forward inside a backward is a recomputation: its own backward follows at once.
-        if not (self._in_backward and watched):
+        if not (self.in_backward and watched):
             self._release(site.units)
         elif site.units:
             self._on_recomputed()
-        if self._depth == 0 and not self._in_backward:
+        if self._depth == 0 and not self.in_backward:
             self._release(self._on_demand.values())
 
     def _begin_forward(self) -> None:
         self._notice_failed_backward()
-        if not self._in_backward:
+        if not self.in_backward:
             self.arena.finish(self.plans.begin())
             self._drop_stale()
             self._before_root()
 
     def _drop_stale(self) -> None:
         """Release units that were sent for and not needed after all (an evaluation has no backward)."""
-        first = self.plans.first_units()
+        # What an evaluation kept may have been edited since, in a way that nobody notices (``.data``).
+        first = frozenset() if self.edits_show and not self._has_turned else self.plans.first_units()
+        self._has_turned = False
         for unit in self._units:
             if unit.is_arriving and unit.spec.index not in first:
                 unit.release()
 
     def _accessed(self, unit: Unit) -> None:
         """A module reads a parameter of a released unit."""
-        if self.suspended or (self._depth == 0 and not self._in_backward):
+        if self.suspended or (self._depth == 0 and not self.in_backward):
             return
         if unit.spec.index not in self._on_demand:
             self._on_demand[unit.spec.index] = unit
@@ -273,7 +277,7 @@ class Schedule:
     def _enter(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
         """A gradient has reached an output of ``call``: its backward begins."""
         self._notice_failed_backward()
-        if not self._in_backward:
+        if not self.in_backward:
             self._begin_backward()
         if torch.is_grad_enabled():
             raise MicsError(
@@ -308,14 +312,14 @@ class Schedule:
 
     def _leave(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
         """The gradient of an input of ``call`` is complete: its backward is over."""
-        if not self._in_backward or call.live_in != self._num_backwards:
+        if not self.in_backward or call.live_in != self._num_backwards:
             return
         call.live_in = 0
         site.num_live -= 1
         self._finish(site.units)
 
     def _begin_backward(self) -> None:
-        self._in_backward = True
+        self.in_backward = self._has_turned = True
         self._num_backwards += 1
         ender = _EndOfBackward(self)
         self._ender = ref(ender)
@@ -336,7 +340,7 @@ class Schedule:
             site.num_live, site.reached = 0, False
         for site in reversed(self.sites):
             self._finish(site.units, at_the_end=True)
-        self._in_backward = False
+        self.in_backward = False
         if self.more_to_come:
             self.start_next_forward()
 
@@ -360,7 +364,7 @@ class Schedule:
         for site in self.sites:
             site.num_waiting = 0
         self._num_boundaries += 1
-        if self._in_backward or self._depth or not self.plans.is_final or self.plans.prefetch.units == 0:
+        if self.in_backward or self._depth or not self.plans.is_final or self.plans.prefetch.units == 0:
             return
         self.arena.finish(self.plans.begin())
         if not self.arena.wants_planning():
@@ -373,12 +377,12 @@ class Schedule:
         self.arena.give_homes()
 
     def _notice_failed_backward(self) -> None:
-        if self._in_backward and (self._ender is None or self._ender() is None):
+        if self.in_backward and (self._ender is None or self._ender() is None):
             self._abandon_backward()
 
     def _abandon_backward(self) -> None:
         """The last backward failed half-way: forget what it left."""
-        self._in_backward = False
+        self.in_backward = False
         self.plans.forget_current()
         self.arena.forget_current()
         for site in self.sites:
@@ -394,8 +398,8 @@ class Schedule:
             if unit.gathered:
                 continue
             self._note(unit, 0)
-            upcoming = self.plans.advance(unit.spec.index)
-            if not self._in_backward:
+            upcoming = self.plans.advance(unit.spec.index, in_backward=self.in_backward)
+            if not self.in_backward:
                 self._choose_place(unit)
             if unit.memory.at_home and not unit.make_room():
                 self.arena.give_up()
@@ -443,7 +447,7 @@ class Schedule:
         for unit in units:
             if self._in_use(unit) or not unit.gathered:
                 continue
-            if not self._in_backward and self.plans.keeps(unit.spec.index):
+            if not self.in_backward and self.plans.keeps(unit.spec.index):
                 unit.keep()  # the last units of a forward are the first of the backward
             else:
                 self._let_go(unit)

@@ -101,7 +101,7 @@ def check_settings(
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
     if activations is not None and not isinstance(activations, Activations):
         raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
-    if lean not in ("auto", True, False):
+    if not (lean == "auto" or isinstance(lean, bool)):
         raise SettingsError(f'lean: expected "auto", True or False, found {lean!r}')
     device = device_of(model, world)
     chosen = [units] if isinstance(units, type) else None if units is None else list(units)

@@ -8,7 +8,8 @@ Tensors of a unit of ``numel`` elements (padding included) on one rank, with p c
                                                      sharded over replicas); the very memory of
                                                      ``param_shard`` where the formats agree
     gradients    [numel/p]          float32          hop 1 adds every micro-step to it
-    flat         [numel]            param format     the gathered parameters; in the arena, at its home
+    flat         [numel]            param format     the gathered parameters; at its home in the arena, or in
+                                                     memory of its own that comes and goes
 """
 
 from __future__ import annotations

@@ -43,12 +43,12 @@ def depth_for(
     return prefetch_units(gathers, computes, lean=lean)
 
 
-def reduces_in_time(
+def reduction_share(
     cluster: Cluster, span: Span, *, numel: int, nbytes: int, rows: float, two_stage: bool
-) -> bool:
-    """Whether the gradients of a unit are reduced while the next one like it is computed again."""
+) -> float:
+    """How long the reduction of a unit's gradients takes for each second of the forward of one like it."""
     seconds = move_seconds(cluster, Kind.REDUCE_SCATTER, span, nbytes, two_stage=two_stage)
-    return seconds <= forward_seconds(cluster, numel, rows)
+    return seconds / max(forward_seconds(cluster, numel, rows), 1e-12)
 
 
 def forward_seconds(cluster: Cluster, numel: int, rows: float) -> float:

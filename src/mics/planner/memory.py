@@ -14,6 +14,8 @@ from mics.plans import Prefetch, make_plan
 
 TINY_SHARE: Final = 16
 """Units of less than this part of the largest have reduce buffers of their own, and wait for no large one."""
+QUICK_SHARE: Final = 0.1
+"""Lean: a reduction of less than this part of a forward is waited for: 3% of a unit's time."""
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
@@ -34,8 +36,8 @@ class Layout:
     reduce_nbytes: int = _WIDE
     lean: bool = False
     """Gradients, buffers and gathered units have memory only while they are needed."""
-    reduces_in_time: bool = False
-    """A unit is reduced while the next is computed again; where memory is short its buffers go then."""
+    reduction_share: float = math.inf
+    """Of the forward of the next unit: how long a unit is being reduced. Then, at the latest, buffers go."""
 
     @property
     def casts_masters(self) -> bool:
@@ -192,8 +194,10 @@ def memory_terms(
     if layout.lean:
         for moment in (in_block, again_done):  # the one before has gone
             moment["gathered units"] -= min(arena, largest * layout.param_nbytes)
-        if activations.checkpoint and layout.reduces_in_time:
+        if layout.reduction_share <= (1.0 if activations.checkpoint else QUICK_SHARE):
             in_block["reduce buffers"] = 0.0
+        if layout.reduction_share <= QUICK_SHARE:
+            again_done |= {"reduce buffers": 0.0, "logits or workspace": again}
         at_loss["gathered units"] = min(arena, sizes[-1] + sum(held))  # what the backward begins with
         at_loss["reduce buffers"] = 0.0
         at_loss["gradients"] *= accumulates  # of earlier micro-steps

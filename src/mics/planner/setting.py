@@ -9,7 +9,7 @@ from typing import Final
 from mics.auto import exchange_pays, stage_costs, two_stages_pay
 from mics.cost import Cost, Kind, Span, cost
 from mics.planner.compute import Device
-from mics.planner.depth import depth_for, reduces_in_time
+from mics.planner.depth import depth_for, reduction_share
 from mics.planner.memory import Activations, Layout, Terms, memory_terms
 from mics.planner.shapes import ModelShape, UnitShape
 from mics.topology import Cluster
@@ -102,7 +102,7 @@ class Setting:
             prefetch=self.depth,
             num_reduce_buffers=2 if self.two_stage else 1,
             lean=self.activations.offload,
-            reduces_in_time=reduces_in_time(
+            reduction_share=reduction_share(
                 self.cluster,
                 self.partition,
                 numel=self.model.largest_numel,
