@@ -47,6 +47,7 @@ class Found:
     steps: list[float]
     saved: int = 0  # by all blocks in a forward
     stays: int = 0  # of that, on the device
+    most: int = 0  # on the device at once, with what is on its way
     peak: int = 0
     retries: int = 0
     largest: int = 0
@@ -110,6 +111,7 @@ def compare(args: argparse.Namespace) -> None:
             if name == "mics, offload":
                 report = mics.memory(trainer._model)
                 found.stays = report["saved activations"].predicted or 0
+                found.most = report["saved activations"].measured or 0
                 found.saved = found.stays + (report["offloaded activations"].predicted or 0)
                 picture(trainer, job, emulation, args.out)
             first = args.grow_from[min(len(results), len(args.grow_from) - 1)]
@@ -120,7 +122,8 @@ def compare(args: argparse.Namespace) -> None:
     plain, ours = results["mics, no offload"], results["mics, offload"]
     print(
         f"\ninputs of all blocks: {ours.saved / GIB:.2f} GiB; with offload {ours.stays / GIB:.2f} GiB remain "
-        f"on the device ({100 * ours.stays / max(1, ours.saved):.1f}%); "
+        f"on the device ({100 * ours.stays / max(1, ours.saved):.1f}%), {ours.most / GIB:.2f} GiB at once "
+        "with what is on its way; "
         f"step {min(ours.steps) / min(plain.steps):.4f} of that without\n"
     )
     print(
@@ -134,7 +137,7 @@ def compare(args: argparse.Namespace) -> None:
             ", ".join(f"{1e3 * seconds:.0f}" for seconds in found.steps),
             f"{found.peak / GIB:.1f}",
             f"{found.retries}",
-            f"{found.largest}",
+            f"{found.largest or 'none tried'}",
             f"{1e3 * found.largest_seconds:.0f}",
             f"{1e3 * found.largest_seconds / max(1, found.largest):.0f}",
             f"{found.largest_peak / GIB:.1f}",

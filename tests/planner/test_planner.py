@@ -19,6 +19,7 @@ from torch import nn
 import mics
 from mics.choices import choose_partition_size
 from mics.cli import main
+from mics.clusters import find_cluster
 from mics.models.gpt import GPT, GPTConfig
 from mics.planner import __file__ as planner_file
 from mics.planner.goodput import Faults, goodput
@@ -29,6 +30,7 @@ from mics.planner.search import Wanted, fitting_partition, partition_sizes, sear
 from mics.planner.setting import Setting
 from mics.planner.shapes import named_shape, shape_of_config
 from mics.planner.systems import SYSTEMS, predict, predict_quickly
+from mics.planner.text import advice
 from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(num_layers=5, num_heads=4, hidden_size=64, vocab_size=512, seq_len=32, rotary=False)
@@ -144,6 +146,23 @@ def test_the_search_prefers_small_groups_where_they_are_as_fast() -> None:
     assert set(found.too_large) | {c.setting.partition_size for c in found.choices} == set(
         partition_sizes(wanted.cluster)
     )
+
+
+def test_narrow_gradients_ask_for_whole_masters_where_there_is_room() -> None:
+    """An all-reduce hides under the backward; new parameters only under the next forward."""
+    cluster = find_cluster("benchmarks/clusters/ordinary.yaml:64")
+    found = {}
+    for wire, memory in ((2, None), (4, None), (2, 20 << 30)):
+        wanted = Wanted(
+            model=named_shape("gpt-3.6b"),
+            cluster=cluster,
+            global_batch=512,
+            wire_nbytes=wire,
+            memory_nbytes=memory,
+        )
+        at_4 = next(each for each in search(wanted).choices if each.setting.partition_size == 4)
+        found[wire, memory] = at_4.setting.over_replicas, 'optimizer_sharding="partition"' in advice(at_4)
+    assert found == {(2, None): (False, True), (4, None): (True, False), (2, 20 << 30): (True, False)}
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:

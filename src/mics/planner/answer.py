@@ -156,6 +156,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "micro_batch": setting.micro_batch,
         "accumulation": setting.accumulation,
         "activations": str(setting.activations),
+        "optimizer_sharding": "world" if setting.over_replicas else "partition",
         "two_stage": setting.two_stage,
         "prefetch": setting.depth,
         "units_of_a_block": setting.model.parts,

@@ -127,6 +127,7 @@ class _Issuer:
         self.refreshed: dict[int, Task] = {}
         self.kept: set[int] = set()
         self.alone = setting.partition_size == 1
+        self.spreads_masters = style.spreads_masters and setting.over_replicas
 
     def micro_step(self, *, last: bool) -> None:
         order = [(i, False) for i in range(len(self.units))]
@@ -194,7 +195,7 @@ class _Issuer:
         setting = self.setting
         if setting.num_replicas == 1 or unit.numel == 0:
             return after
-        kind = Kind.REDUCE_SCATTER if self.style.spreads_masters else Kind.ALL_REDUCE
+        kind = Kind.REDUCE_SCATTER if self.spreads_masters else Kind.ALL_REDUCE
         price = setting.replica_cost(kind, setting.wire_nbytes * unit.numel / setting.partition_size)
         return self.program.transfer("replicas", f"hop 2 of {unit.name}", price, [after])
 
@@ -203,11 +204,11 @@ class _Issuer:
         after = list(reduced)
         if not style.hides_boundary:
             after = [self._hop2(unit, after[-1]) for unit in reversed(self.units)] or after
-        owners = setting.partition_size * (setting.num_replicas if style.spreads_masters else 1)
+        owners = setting.partition_size * (setting.num_replicas if self.spreads_masters else 1)
         seconds = setting.device.update_seconds(setting.model.num_parameters / owners)
         update = self.program.compute("optimizer", seconds, after)
         self.computed.append(update)
-        if style.spreads_masters and setting.num_replicas > 1:
+        if self.spreads_masters and setting.num_replicas > 1:
             for index, unit in enumerate(self.units):
                 if unit.numel:
                     nbytes = 2 * unit.numel / setting.partition_size

@@ -51,6 +51,10 @@ def advice(choice: Choice) -> str:
     extra = ""
     if setting.activations.checkpoint:
         extra = f", activations=mics.Activations({'offload=True' if setting.activations.offload else ''})"
+    if not setting.over_replicas:
+        extra += ', optimizer_sharding="partition"'
+    if setting.wire_nbytes == 2:
+        extra += ", precision=mics.Precision(reduce=torch.bfloat16, replica_reduce=torch.bfloat16)"
     if setting.prefetch is not None:
         extra += f", prefetch={setting.prefetch}"
     if setting.model.parts > 1:
