@@ -163,10 +163,11 @@ def neighbours(found: Answer) -> list[str]:
             lines.append(f"There is no {word} partition size.")
         elif other in by_size:
             change = 100 * (by_size[other].step_seconds / best.step_seconds - 1)
+            time = f"{change:+.1f}% time a step" if round(change, 1) else "as fast"
             gib = (by_size[other].memory.peak - best.memory.peak) / _GIB
             lines.append(
-                f"The next {word} size, {other}: {change:+.1f}% time a step, {gib:+.1f} GiB a GPU, limited "
-                f"by {by_size[other].limited_by}."
+                f"The next {word} size, {other}: {time}, {gib:+.1f} GiB a GPU, limited by "
+                f"{by_size[other].limited_by}."
             )
         else:
             needed = found.found.too_large[other] / _GIB
