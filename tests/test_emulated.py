@@ -309,6 +309,16 @@ def test_mics_sees_the_emulated_nodes(emulation: mics.Emulation) -> None:
     assert {one.cost.link for one in found} == {"intra", "inter"}
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_imagined_ranks_differ_unless_copies_are_asked_for(copies: bool) -> None:
+    with mics.emulate(CLUSTER, copies=copies):
+        size = dist.get_world_size()
+        whole = torch.empty(size * 3)
+        dist.all_gather_into_tensor(whole, torch.ones(3))
+        assert torch.equal(whole[:3], torch.ones(3))
+        assert torch.equal(whole, torch.ones(size * 3)) == copies
+
+
 def test_thousands_of_ranks() -> None:
     """A world of 4096 is set up in seconds."""
     with mics.emulate("p4d.24xlarge:512") as emulation:

@@ -40,6 +40,9 @@ class Training:
     offload: bool = False
     """Keep in host memory what blocks save for the backward: by mics.Activations, in other systems by torch's
     save_on_cpu."""
+    copies: bool = False
+    """Let the other ranks of an emulated cluster hold plain copies of this one's parameters. A GPU multiplies
+    those faster than real ones: only to compare with figures that were made so."""
     param_dtype: DType | None = None
     """Format of the parameters; None: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: DType = "float32"
@@ -70,6 +73,7 @@ class Training:
                 reduce_dtype=self.reduce_dtype,
                 device="cuda" if device == "cuda" else "cpu",
                 offload=self.offload,
+                copies=self.copies,
             )
         except ValueError as error:
             raise SettingsError(str(error)) from None

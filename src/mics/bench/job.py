@@ -40,6 +40,8 @@ class Job:
     seed: int = 0
     offload: bool = False
     """What blocks save for the backward waits in host memory."""
+    copies: bool = False
+    """The other ranks of an emulated cluster hold plain copies of this one's parameters."""
 
     def __post_init__(self) -> None:
         for name in ("partition_size", "micro_batch", "accumulation"):

@@ -33,7 +33,8 @@ def measure(run: Run, plan: Plan) -> Outcome:
     )
     _forget(device)
     try:
-        with emulate(run.cluster) if run.cluster is not None else nullcontext() as emulation:
+        around = nullcontext() if run.cluster is None else emulate(run.cluster, copies=run.job.copies)
+        with around as emulation:
             return _measure(run, plan, device, emulation)
     except SystemUnavailable as error:
         return Outcome(number=run.number, error=str(error))  # on all ranks alike, before any collective

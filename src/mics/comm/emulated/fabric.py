@@ -37,6 +37,7 @@ class Fabric:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.free = False  # collectives take no time
+        self.copies = False  # imagined ranks hold just what this one does
         self._host = HostLinks()
         self._device: DeviceLinks | None = None
         self._host_log: deque[tuple[Call, Times]] = deque(maxlen=CAPACITY)

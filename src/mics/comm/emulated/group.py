@@ -372,17 +372,21 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _write_like(self, target: Tensor, source: Tensor, number: int) -> None:
         # Equal rows of a weight would cancel to zeros, which multiply faster.
-        if target.dtype.is_floating_point and target.dtype.itemsize > 1:
+        if self._varies(target):
             torch.mul(source, _FACTORS[number % len(_FACTORS)], out=target)
         else:
             target.copy_(source)
 
     def _write_each_like(self, targets: list[Tensor], source: Tensor) -> None:
         torch._foreach_copy_(targets, [source.reshape(-1).view(target.shape) for target in targets])
-        if source.dtype.is_floating_point and source.dtype.itemsize > 1:
+        if self._varies(source):
             others = [target for target in targets if target.data_ptr() != source.data_ptr()]
             factors = [_FACTORS[number % len(_FACTORS)] for number in range(len(others))]
             torch._foreach_mul_(others, factors)
+
+    def _varies(self, tensor: Tensor) -> bool:
+        """Whether imagined members have something else than this one in its place."""
+        return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not self.fabric.copies
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:

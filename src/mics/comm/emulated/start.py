@@ -73,11 +73,14 @@ class Emulation:
         self.close()
 
 
-def emulate(cluster: Cluster | str, *, timeout: timedelta = timedelta(minutes=10)) -> Emulation:
+def emulate(
+    cluster: Cluster | str, *, timeout: timedelta = timedelta(minutes=10), copies: bool = False
+) -> Emulation:
     """Make this process rank 0 of ``cluster``, a `Cluster` or what ``--cluster`` takes ("p4d.24xlarge:16").
 
     It initialises torch.distributed with the ``emulated`` backend. Collectives take the time that the
-    cluster's cost model gives and write plausible data; everything else is real.
+    cluster's cost model gives and write plausible data; everything else is real. With ``copies`` the imagined
+    ranks hold plain copies of this one's parameters: a GPU multiplies those faster than real ones.
     """
     found = find_cluster(cluster) if isinstance(cluster, str) else cluster
     if dist.is_initialized():
@@ -86,6 +89,7 @@ def emulate(cluster: Cluster | str, *, timeout: timedelta = timedelta(minutes=10
             "torch.distributed.destroy_process_group() first"
         )
     fabric = _arm(found)
+    fabric.copies = copies
     dist.init_process_group(NAME, store=HashStore(), rank=0, world_size=found.world_size, timeout=timeout)
     return Emulation(fabric)
 
