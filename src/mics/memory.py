@@ -151,7 +151,9 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
         _nbytes(t for buffer in engine.boundary.reduce_buffers() for t in (buffer.full, buffer.shard)),
     )
     yield _on_device("wire", "chunks on their way between ranks", None, engine.mesh.staging_nbytes())
-    yield _on_device("buffers", "of modules, whole on every rank", None, _nbytes(model.buffers()))
+    buffers = list(model.buffers())
+    whole = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    yield _on_device("buffers", "of modules, whole on every rank", whole, _nbytes(buffers))
     if engine.offloader is not None:
         yield from _activation_terms(engine.offloader)
 
