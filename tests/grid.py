@@ -111,13 +111,16 @@ def worlds(max_world_size: int = 8) -> Iterator[tuple[int, int, int]]:
 def quick_cases(max_world_size: int = 8) -> list[Case]:
     """A part of an orthogonal array in each world, the rest in others: all pairs occur.
 
-    Four rows, or two where there are more than four ranks: those cases take the longest. Two steps each,
+    Four rows, or one where there are more than four ranks: those cases take the longest. Two steps each,
     three in the small worlds.
     """
     cases = []
     for index, world in enumerate(worlds(max_world_size)):
-        rows = list(_orthogonal_rows(half=(index // 3) % 2))
-        chosen = rows if world[0] <= 4 else rows[index % 2 :: 2]
+        if world[0] <= 4:
+            chosen = list(_orthogonal_rows(half=(index // 3) % 2))
+        else:  # four node sizes in turn: together they have the four rows of a half
+            group = (index + 1) // 4
+            chosen = [list(_orthogonal_rows(half=group % 2))[(index + group) % 4]]
         num_steps = 3 if world[0] <= 2 else 2
         cases += [
             replace(_case(world, row), num_steps=num_steps, lean=(index // 2 + number) % 2 == 0)
