@@ -111,13 +111,14 @@ def worlds(max_world_size: int = 8) -> Iterator[tuple[int, int, int]]:
 def quick_cases(max_world_size: int = 8) -> list[Case]:
     """A part of an orthogonal array in each world, the rest in others: all pairs occur.
 
-    Four rows, or one where there are more than four ranks: those cases take the longest. Two steps each,
-    three in the small worlds.
+    Four rows, two where there are more than two ranks, one where there are more than four: those cases take
+    the longest. Two steps each, three in the small worlds.
     """
     cases = []
     for index, world in enumerate(worlds(max_world_size)):
         if world[0] <= 4:
-            chosen = list(_orthogonal_rows(half=(index // 3) % 2))
+            rows = list(_orthogonal_rows(half=(index // 3) % 2))
+            chosen = rows if world[0] <= 2 else rows[index % 2 :: 2]
         else:  # four node sizes in turn: together they have the four rows of a half
             group = (index + 1) // 4
             chosen = [list(_orthogonal_rows(half=group % 2))[(index + group) % 4]]

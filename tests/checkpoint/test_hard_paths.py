@@ -269,6 +269,10 @@ def _half_loaded(path: str) -> list[bool]:
     one_group = torch.optim.AdamW(other.parameters(), lr=1.0)
     with pytest.raises(mics.CheckpointError, match="same settings"):
         mics.load(path, other, one_group)
+    groups = [{"params": group["params"]} for group in theirs.param_groups]
+    of_another_class = torch.optim.SGD(groups, lr=1.0)
+    with pytest.raises(mics.CheckpointError, match="expected the state of SGD"):
+        mics.load(path, other, of_another_class)
     return [same(everything(other, theirs), before)]
 
 

@@ -198,6 +198,10 @@ def _refuse_strange(wanted: _Wanted, prefix: str, known: set[str]) -> None:
 _Entries = dict[int, dict[str, Tensor]]  # by id of the shard: the entries of its state
 # How an optimizer computes, not what: the one that is there knows what fits its device.
 _IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# What torch's schedulers leave among an optimizer's settings.
+_OF_SCHEDULERS: Final = frozenset(
+    {"initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +216,7 @@ class _Fill:
     @staticmethod
     def plan(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *, strict: bool) -> _Fill:
         entries = _want_optimizer(wanted, contents, optimizer, strict=strict)
-        groups = _settings(wanted, contents, optimizer)
+        groups = _settings(wanted, contents, optimizer, strict=strict)
         return _Fill(optimizer=optimizer, entries=entries, groups=groups, strict=strict)
 
     def run(self) -> None:
@@ -231,7 +235,9 @@ class _Fill:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _settings(wanted: _Wanted, contents: Contents, optimizer: Optimizer) -> list[dict[str, Any]]:
+def _settings(
+    wanted: _Wanted, contents: Contents, optimizer: Optimizer, *, strict: bool
+) -> list[dict[str, Any]]:
     """Those of the checkpoint for each group of the optimizer, where it has any."""
     index = wanted.index
     options = {} if index.param_groups is None else _options_by_param(decode(index.param_groups))
@@ -246,7 +252,20 @@ def _settings(wanted: _Wanted, contents: Contents, optimizer: Optimizer) -> list
             )
         present = {key: value for key, value in group.items() if key != "params"}
         found.append({**present, **(saved[0] if saved else {})})
+        if saved and strict:
+            _refuse_other_class(wanted, optimizer, saved[0])
     return found
+
+
+def _refuse_other_class(wanted: _Wanted, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Each class has settings of its own: its state would not be found wrong before the next step."""
+    own = optimizer.defaults.keys() - _IMPLEMENTATION
+    missing, strange = sorted(own - saved.keys()), sorted(saved.keys() - own - _OF_SCHEDULERS)
+    if missing and strange:  # one of both alone: another version of the same class
+        wanted.problems.append(
+            f"optimizer: expected the state of {type(optimizer).__name__}, with settings as "
+            f"{', '.join(missing)}; found that of an optimizer with {', '.join(strange)}"
+        )
 
 
 def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *, strict: bool) -> _Entries:
