@@ -1,0 +1,117 @@
+"""What the ranks tell each other once a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mics.audit import elsewhere
+from mics.comm.world import MeshCollectives
+from mics.errors import MicsError, ReplicaError
+from mics.plans import Prefetch
+from mics.schedule import Schedule
+from mics.unit import Unit
+
+
+class Agreement:
+    """One small all-reduce a boundary: did all ranks do the same, and which parameters did any rank use?
+
+    A parameter that no rank used must keep ``grad`` None, so that the optimizer skips it as it would in
+    one process. On a GPU nobody waits for the answer, except ranks that did not use a parameter themselves;
+    the others look at it one boundary later.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        mesh: MeshCollectives,
+        device: torch.device,
+        choose_prefetch: Callable[[Sequence[int], int], int] | None,
+    ) -> None:
+        self.schedule: Schedule | None = None
+        self._choose_prefetch = choose_prefetch
+        self._units = list(units)
+        self._world = mesh.world
+        self._first = {}  # unit index -> position of its first parameter in the exchanged flags
+        numel = 4
+        for unit in self._units:
+            self._first[unit.spec.index] = numel
+            numel += len(unit.gradients.used)
+        pin = device.type == "cuda"
+        # [digest, -digest, prefetch, who found replicas to differ, a flag for each parameter]
+        self._mine = torch.zeros(numel, pin_memory=pin)
+        self._theirs = torch.zeros(numel, pin_memory=pin)  # the maximum over ranks, back on the host
+        self._wire = torch.zeros(numel, device=device)
+        self._arrived = torch.cuda.Event() if pin else None
+        self._pending = False
+
+    def exchange(self, difference: ReplicaError | None) -> None:
+        """Send this rank's account of the steps since the last boundary, and raise what its audit found.
+
+        After telling the others: those whose own replicas are equal would go on and wait for this rank.
+        """
+        self.check()
+        digest = 0 if self.schedule is None else self.schedule.digest
+        flags = [float(used) for unit in self._units for used in unit.gradients.used]
+        prefetch = self._settle_prefetch()
+        finder = 0.0 if difference is None else 1.0 + self._world.position
+        self._mine.copy_(torch.tensor([float(digest), -float(digest), float(prefetch), finder, *flags]))
+        self._wire.copy_(self._mine, non_blocking=True)
+        self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
+        self._theirs.copy_(self._wire, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+        self._pending = True
+        if self.schedule is not None:
+            self.schedule.digest = 0
+        if difference is not None:
+            raise difference
+        if self._arrived is None:
+            self.check()
+
+    def _settle_prefetch(self) -> int:
+        """What this rank would look ahead; once the ranks have told each other, the most that any would.
+
+        Ranks may see batches of different sizes, and must gather in the same order all the same.
+        """
+        schedule = self.schedule
+        if schedule is None or self._choose_prefetch is None or schedule.plans.is_final:
+            return 0
+        agreed = int(self._theirs[2].item())
+        if agreed > 0:
+            schedule.plans.look_ahead(Prefetch(units=agreed))
+        return self._choose_prefetch(schedule.plans.latest(), schedule.rows)
+
+    def settle(self) -> None:
+        """Wait for the answer, if this rank needs it to know what was used."""
+        if not all(used for unit in self._units for used in unit.gradients.used):
+            self.check()
+
+    def check(self) -> None:
+        """Raise if the ranks did not all do the same units in the same order, or if replicas differ."""
+        if not self._pending:
+            return
+        self._pending = False
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        highest, lowest = self._theirs[0].item(), -self._theirs[1].item()
+        if highest != lowest:
+            raise MicsError(
+                "ranks gathered or reduced different units, or in a different order, since the last "
+                "optimizer "
+                "step, so parameters and gradients are not to be trusted. Expected every rank to "
+                "call the same "
+                "modules in the same order; look for layers skipped or chosen by rank or by data"
+            )
+
+        finder = int(self._theirs[3].item())
+        if finder:
+            raise elsewhere(finder - 1)
+
+    def used(self, unit: Unit, index: int) -> bool:
+        """Whether any rank got a gradient for this parameter (after :meth:`settle`)."""
+        if unit.gradients.used[index]:
+            return True
+        return bool(self._theirs[self._first[unit.spec.index] + index].item())
