@@ -28,7 +28,8 @@ from mics.materialize import drop_originals, fill_unit, initial_values, place_bu
 from mics.optimizer_hooks import register_params
 from mics.plans import Prefetch
 from mics.precision import Precision
-from mics.schedule import Schedule, ScheduledSite
+from mics.schedule import Schedule
+from mics.scheduled_site import ScheduledSite
 from mics.settings import (
     OptimizerSharding,
     Settings,

@@ -14,7 +14,7 @@ from mics.engine import Engine, engine_of
 from mics.offload import Offloader
 from mics.optimizer_hooks import optimizer_state_nbytes
 from mics.planner.memory import homes
-from mics.schedule import ScheduledSite
+from mics.scheduled_site import ScheduledSite
 from mics.unit import Unit
 
 _GIB: Final = 2**30

@@ -10,7 +10,6 @@ numbers) ends with the backward itself. See "Following autograd" in docs/design.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,63 +23,13 @@ from torch.utils.hooks import RemovableHandle
 from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
-from mics.tensor_trees import cast_floats, may_hold_tensors, num_rows, tensors_in, tensors_near
+from mics.scheduled_site import Call, Forward, ScheduledSite
+from mics.tensor_trees import cast_floats, num_rows, tensors_in
 from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
 _DIGEST_MODULUS = 1 << 24
 _MAX_PUT_OFF = 2  # boundaries
-
-
-@dataclass(eq=False)
-class _Call:
-    """One forward of a site that autograd may come back to.
-
-    Hooks on tensors hold it, and the graph holds the hooks where Python's collector does not look: what this
-    refers to is freed with the graph at the earliest, and never if it is part of the graph.
-    """
-
-    values: int  # of the parameters' versions in the forward
-    num_planned: int  # times that homes had been given
-    at_home: tuple[bool, ...]  # where each unit of the site was
-    needs_params: bool  # whether backward reads the parameters
-    boundary: int  # optimizer steps before it
-    entered: bool = False  # a backward has come
-    live_in: int = 0  # number of the backward that is inside this call; 0: none
-
-
-@dataclass(frozen=True, eq=False)
-class _Forward:
-    """A forward under way with gradients."""
-
-    call: _Call
-    inputs: dict[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
-
-
-@dataclass(eq=False)
-class ScheduledSite:
-    """A module and the units its forward and backward need."""
-
-    name: str
-    module: nn.Module
-    units: list[Unit]
-    cast_to: torch.dtype | None = None  # format that floating-point inputs are brought to
-    num_waiting: int = 0  # calls since the last optimizer step that no backward has come to yet
-    depth: int = 0  # forwards under way
-    num_live: int = 0  # calls whose backward is under way
-    reached: bool = False  # by the current backward
-    forwards: list[_Forward | None] = field(default_factory=list)  # one for each of ``depth``
-    # Where submodules may keep results outside the return value (auxiliary losses), and how many attributes
-    # they had when that was last looked for.
-    side_outputs: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    num_attributes: int = -1
-
-    def __post_init__(self) -> None:
-        self.attributes = [module.__dict__ for module in self.module.modules()]
-
-    def values(self) -> int:
-        """A number that changes whenever a parameter of this site does, on every rank."""
-        return sum(unit.num_edits() + unit.num_refreshes for unit in self.units)
 
 
 class Schedule:
@@ -218,9 +167,9 @@ class Schedule:
 
     # -- backward -----------------------------------------------------------------------------------
 
-    def _watch_inputs(self, site: ScheduledSite, inputs: Any) -> _Forward:
+    def _watch_inputs(self, site: ScheduledSite, inputs: Any) -> Forward:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        call = _Call(
+        call = Call(
             values=site.values(),
             num_planned=self.arena.num_planned,
             at_home=tuple(unit.memory.at_home for unit in site.units),
@@ -232,9 +181,9 @@ class Schedule:
                 self._watch_leaf(site, call, tensor)
             else:
                 tensor.register_hook(partial(self._leave, site, call))
-        return _Forward(call, {key: tensor.grad_fn for key, tensor in watched.items()})
+        return Forward(call, {key: tensor.grad_fn for key, tensor in watched.items()})
 
-    def _watch_leaf(self, site: ScheduledSite, call: _Call, leaf: Tensor) -> None:
+    def _watch_leaf(self, site: ScheduledSite, call: Call, leaf: Tensor) -> None:
         """Follow an input that is a leaf, as in a reentrant checkpoint's own backward.
 
         A leaf's gradient has the same rank in autograd's queue as those of parameters, which may still
@@ -247,9 +196,9 @@ class Schedule:
 
         handle = leaf.register_hook(later)
 
-    def _watch_outputs(self, site: ScheduledSite, forward: _Forward, output: Any) -> bool:
+    def _watch_outputs(self, site: ScheduledSite, forward: Forward, output: Any) -> bool:
         """Have autograd call back before it needs this forward's parameters."""
-        side = self._side_outputs(site)
+        side = site.find_side_outputs()
         watched = {id(tensor): tensor for tensor in tensors_in((output, side)) if tensor.requires_grad}
         for key, tensor in watched.items():
             # An input handed through belongs to whoever made it (an in-place change makes it ours).
@@ -259,22 +208,7 @@ class Schedule:
         site.num_waiting += bool(watched)
         return bool(watched)
 
-    def _side_outputs(self, site: ScheduledSite) -> list[Any]:
-        """What submodules keep outside the return value, looked for again when they have new attributes."""
-        num_attributes = sum(len(attributes) for attributes in site.attributes)
-        if num_attributes != site.num_attributes:
-            site.num_attributes = num_attributes
-            skip = {"_parameters", "_buffers", "_modules"}
-            site.side_outputs = [
-                (attributes, name)
-                for attributes in site.attributes
-                for name, value in attributes.items()
-                if name not in skip and may_hold_tensors(value)
-            ]
-        values = [attributes.get(name) for attributes, name in site.side_outputs]
-        return [tensor for value in values for tensor in tensors_near(value) if tensor.grad_fn is not None]
-
-    def _enter(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
+    def _enter(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
         """A gradient has reached an output of ``call``: its backward begins."""
         self._notice_failed_backward()
         if not self.in_backward:
@@ -310,7 +244,7 @@ class Schedule:
             self._return_to_places(site, call)
             self._gather(site.units)
 
-    def _leave(self, site: ScheduledSite, call: _Call, grad: Tensor) -> None:
+    def _leave(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
         """The gradient of an input of ``call`` is complete: its backward is over."""
         if not self.in_backward or call.live_in != self._num_backwards:
             return
@@ -427,7 +361,7 @@ class Schedule:
         ):
             unit.live(at_home=at_home)
 
-    def _return_to_places(self, site: ScheduledSite, call: _Call) -> None:
+    def _return_to_places(self, site: ScheduledSite, call: Call) -> None:
         """Have the units of ``call`` where they were in its forward."""
         for unit, at_home in zip(site.units, call.at_home, strict=True):
             if unit.memory.at_home != at_home and unit.gathered:

@@ -1,0 +1,78 @@
+"""What the schedule keeps about a module that it follows, and about each of its forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from mics.tensor_trees import may_hold_tensors, tensors_near
+from mics.unit import Unit
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a site that autograd may come back to.
+
+    Hooks on tensors hold it, and the graph holds the hooks where Python's collector does not look: what this
+    refers to is freed with the graph at the earliest, and never if it is part of the graph.
+    """
+
+    values: int  # of the parameters' versions in the forward
+    num_planned: int  # times that homes had been given
+    at_home: tuple[bool, ...]  # where each unit of the site was
+    needs_params: bool  # whether backward reads the parameters
+    boundary: int  # optimizer steps before it
+    entered: bool = False  # a backward has come
+    live_in: int = 0  # number of the backward that is inside this call; 0: none
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A forward under way with gradients."""
+
+    call: Call
+    inputs: dict[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
+
+
+@dataclass(eq=False)
+class ScheduledSite:
+    """A module and the units its forward and backward need."""
+
+    name: str
+    module: nn.Module
+    units: list[Unit]
+    cast_to: torch.dtype | None = None  # format that floating-point inputs are brought to
+    num_waiting: int = 0  # calls since the last optimizer step that no backward has come to yet
+    depth: int = 0  # forwards under way
+    num_live: int = 0  # calls whose backward is under way
+    reached: bool = False  # by the current backward
+    forwards: list[Forward | None] = field(default_factory=list)  # one for each of ``depth``
+    # Where submodules may keep results outside the return value (auxiliary losses), and how many attributes
+    # they had when that was last looked for.
+    side_outputs: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    num_attributes: int = -1
+
+    def __post_init__(self) -> None:
+        self.attributes = [module.__dict__ for module in self.module.modules()]
+
+    def values(self) -> int:
+        """A number that changes whenever a parameter of this site does, on every rank."""
+        return sum(unit.num_edits() + unit.num_refreshes for unit in self.units)
+
+    def find_side_outputs(self) -> list[Any]:
+        """What submodules keep outside the return value, looked for again when they have new attributes."""
+        num_attributes = sum(len(attributes) for attributes in self.attributes)
+        if num_attributes != self.num_attributes:
+            self.num_attributes = num_attributes
+            skip = {"_parameters", "_buffers", "_modules"}
+            self.side_outputs = [
+                (attributes, name)
+                for attributes in self.attributes
+                for name, value in attributes.items()
+                if name not in skip and may_hold_tensors(value)
+            ]
+        values = [attributes.get(name) for attributes, name in self.side_outputs]
+        return [tensor for value in values for tensor in tensors_near(value) if tensor.grad_fn is not None]
