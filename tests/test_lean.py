@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import mics
+from mics.choices import Choices
 from mics.contiguous import Contiguous
 from mics.engine import engine_of
 from mics.plans import Plans, Prefetch, make_plan
@@ -273,6 +274,34 @@ def test_reduce_buffers_go_when_the_reduction_is_surely_over(policy: mics.Activa
         for found in run_ranks(2, _in_blocks, policy, share):
             assert all((num > 0) == in_block for num in found[0]), share
             assert all((num > 0) == after for num in found[1]), share
+
+
+def _lending(share: float | None, partition_size: int) -> list[float]:
+    """Losses and parameters of accumulated steps, with a cost model that says so of reductions."""
+    options: dict[str, Any] = {"activations": mics.Activations(offload=True)}
+    with patch.object(Choices, "reduction_share", lambda self, rows: share):
+        model, optimizer = _shard(partition_size, lean=share is not None, **options)
+    found = []
+    for step in range(3):
+        for batch in mics.microsteps(model, [_data(2 * step), _data(2 * step + 1)]):
+            loss = model(batch)
+            loss.backward()
+            found.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = mics.full_state_dict(model, rank0_only=False)
+    return [*found, *(float(value.double().sum()) for value in whole.values())]
+
+
+@pytest.mark.parametrize(("world_size", "partition_size"), [(4, 4), (4, 2), (6, 3)])
+def test_lent_buffers_give_the_same_bits(world_size: int, partition_size: int) -> None:
+    """Over two nodes in two stages, with replicas, with accumulation, and chunks of uneven parameters."""
+    plain, *lent = (
+        run_ranks(world_size, _lending, share, partition_size, ranks_per_node=world_size // 2)
+        for share in (None, 0.0, 0.5, 3.0)
+    )
+    for found in lent:
+        assert found == plain
 
 
 def _put_aside(announced: bool) -> float:
