@@ -100,6 +100,8 @@ def compare(args: argparse.Namespace) -> None:
     results: dict[str, Found] = {}
     has_replicas = find_cluster(args.cluster).world_size > PARTITION_SIZE
     for name, (system, offload) in WAYS.items():
+        if args.only and name not in args.only:
+            continue
         if system == ("fsdp2" if has_replicas else "hsdp"):
             continue  # the one that shards over the world is no match for partition groups, and the reverse
         job = job_of(args.model, offload=offload)
@@ -119,13 +121,16 @@ def compare(args: argparse.Namespace) -> None:
             trainer.close()
         forget()
         print(name, results[name], f"{time.perf_counter():.0f} s", flush=True)
-    plain, ours = results["mics, no offload"], results["mics, offload"]
-    print(
-        f"\ninputs of all blocks: {ours.saved / GIB:.2f} GiB; with offload {ours.stays / GIB:.2f} GiB remain "
-        f"on the device ({100 * ours.stays / max(1, ours.saved):.1f}%), {ours.most / GIB:.2f} GiB at once "
-        "with what is on its way; "
-        f"step {min(ours.steps) / min(plain.steps):.4f} of that without\n"
-    )
+    plain, ours = results.get("mics, no offload"), results.get("mics, offload")
+    if ours is not None:
+        print(
+            f"\ninputs of all blocks: {ours.saved / GIB:.2f} GiB; with offload {ours.stays / GIB:.2f} GiB "
+            f"remain on the device ({100 * ours.stays / max(1, ours.saved):.1f}%), "
+            f"{ours.most / GIB:.2f} GiB at once with what is on its way"
+        )
+    if plain is not None and ours is not None:
+        print(f"a step with offload takes {min(ours.steps) / min(plain.steps):.4f} of one without")
+    print()
     print(
         "| | step ms, lowest | all | peak GiB | retries "
         "| largest rows | its step ms | a row | its peak | its retries |"
@@ -234,6 +239,7 @@ def main() -> None:
     parser.add_argument("what", choices=("compare", "walk"))
     parser.add_argument("--model", help="one of `mics bench --model`")
     parser.add_argument("--cluster", default="benchmarks/clusters/ordinary.yaml:1")
+    parser.add_argument("--only", nargs="+", choices=tuple(WAYS), help="of compare; all by default")
     parser.add_argument("--vocab-size", type=int, help="of compare; few words leave the peak to the backward")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)

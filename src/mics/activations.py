@@ -88,13 +88,9 @@ def apply_activations(
     *,
     device: torch.device,
     is_parameter: Callable[[Tensor], bool],
-    on_computed: Callable[[], None],
     ranks_on_node: int,
 ) -> Offloader | None:
-    """Let the forwards of ``modules`` follow ``policy``. What moves their activations, if anything does.
-
-    ``on_computed`` is called whenever one that is computed again has been computed, also the first time.
-    """
+    """Let the forwards of ``modules`` follow ``policy``. What moves their activations, if anything does."""
     offloader = None
     if policy.offload:
         fraction, limit = policy.share()
@@ -109,9 +105,7 @@ def apply_activations(
     for number, module in enumerate(modules):
         recompute = policy.takes(number, module)
         if recompute or offloader is not None:
-            module.forward = _wrapped(
-                module, policy if recompute else None, offloader, is_parameter, on_computed
-            )
+            module.forward = _wrapped(module, policy if recompute else None, offloader, is_parameter)
     return offloader
 
 
@@ -139,7 +133,6 @@ def _wrapped(
     policy: Activations | None,
     offloader: Offloader | None,
     is_parameter: Callable[[Tensor], bool],
-    on_computed: Callable[[], None],
 ) -> Callable[..., Any]:
     """The forward of ``module`` under a checkpoint (with a policy), what it saves on its way to the host."""
     forward = module.forward
@@ -149,12 +142,8 @@ def _wrapped(
         num_args, names = len(args), list(kwargs)
 
         def run(*values: Any) -> Any:
-            try:
-                with offloader.covering() if offloader is not None else nullcontext():
-                    return forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
-            finally:  # torch ends the second time by an exception, once it has what it needs
-                if not torch.compiler.is_compiling():
-                    on_computed()
+            with offloader.covering() if offloader is not None else nullcontext():
+                return forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
         # By position: what comes by name would collide with the checkpoint's own names, and not be moved.
         return checkpoint(

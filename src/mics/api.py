@@ -261,7 +261,6 @@ def _build(
             settings.blocks,
             device=settings.device,
             is_parameter=lambda tensor: any(unit.holds(tensor) for unit in all_units if unit.gathered),
-            on_computed=boundary.recomputed,
             # An emulated node's other ranks are imagined: they take no memory.
             ranks_on_node=1 if emulated_cluster() is not None else node_names.count(node_names[world.rank]),
         )
@@ -277,7 +276,6 @@ def _build(
         reduce=boundary.reduce,
         before_root=before_forward,
         on_gather=boundary.tick,
-        on_recomputed=boundary.recomputed,
         plans=choices.plans(),
         has_arena=not settings.lean,
     )

@@ -139,15 +139,6 @@ class Boundary:
             for unit in self.trainable:
                 self._buffers_of(unit)
 
-    def recomputed(self) -> None:
-        """A unit has been computed again in the backward, and what that saved waits for its own backward.
-
-        The unit before has been reduced meanwhile: where memory is short its buffers go.
-        """
-        assert self._schedule is not None
-        if self.lends_memory and self._schedule.in_backward and self._share_of_forward() <= 1.0:
-            self._lend_buffers()
-
     def _share_of_forward(self) -> float:
         """How long a unit's reduction takes, by the cost model, for each second of its forward."""
         assert self._schedule is not None

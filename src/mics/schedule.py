@@ -42,7 +42,6 @@ class Schedule:
         reduce: Callable[[Unit], None],
         before_root: Callable[[], None],
         on_gather: Callable[[], None],
-        on_recomputed: Callable[[], None],
         plans: Plans,
         has_arena: bool = True,
     ) -> None:
@@ -56,11 +55,11 @@ class Schedule:
         self.digest = 0  # of all gathers and reductions since the last boundary
         self._units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
         self.arena = Arena(self._units if has_arena else [])
+        self._counts_rows = not has_arena  # with more of them, more memory is lent
         self._by_index = {unit.spec.index: unit for unit in self._units}
         self._reduce_unit = reduce
         self._before_root = before_root
         self._on_gather = on_gather
-        self._on_recomputed = on_recomputed
         self._depth = 0
         self.in_backward = False
         self.edits_show = False  # masters are gathered as they are, whoever wrote to them
@@ -108,7 +107,7 @@ class Schedule:
         site.depth += 1
         site.forwards.append(None)
         self._gather(site.units)
-        if site.units and not (self.plans.is_final and self._num_boundaries):
+        if site.units and (self._counts_rows or not (self.plans.is_final and self._num_boundaries)):
             self.rows = max(self.rows, num_rows((args, kwargs)))
         if site.cast_to is not None:
             args, kwargs = cast_floats((args, kwargs), site.cast_to)
@@ -134,8 +133,6 @@ class Schedule:
         # A forward inside a backward is a recomputation: its own backward follows at once.
         if not (self.in_backward and watched):
             self._release(site.units)
-        elif site.units:
-            self._on_recomputed()
         if self._depth == 0 and not self.in_backward:
             self._release(self._on_demand.values())
 

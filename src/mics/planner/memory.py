@@ -37,7 +37,7 @@ class Layout:
     lean: bool = False
     """Gradients, buffers and gathered units have memory only while they are needed."""
     reduction_share: float = math.inf
-    """Of the forward of the next unit: how long a unit is being reduced. Then, at the latest, buffers go."""
+    """How long a unit is being reduced, for each second of its forward. Quick ones are waited for."""
 
     @property
     def casts_masters(self) -> bool:
@@ -194,9 +194,8 @@ def memory_terms(
     if layout.lean:
         for moment in (in_block, again_done):  # the one before has gone
             moment["gathered units"] -= min(arena, largest * layout.param_nbytes)
-        if layout.reduction_share <= (1.0 if activations.checkpoint else QUICK_SHARE):
-            in_block["reduce buffers"] = 0.0
         if layout.reduction_share <= QUICK_SHARE:
+            in_block["reduce buffers"] = 0.0
             again_done |= {"reduce buffers": 0.0, "logits or workspace": again}
         at_loss["gathered units"] = min(arena, sizes[-1] + sum(held))  # what the backward begins with
         at_loss["reduce buffers"] = 0.0
