@@ -16,6 +16,7 @@ from mics.optimizer_hooks import optimizer_state_nbytes
 from mics.planner.memory import homes
 from mics.scheduled_site import ScheduledSite
 from mics.unit import Unit
+from mics.wire import expected_wire_nbytes
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
@@ -150,7 +151,12 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
         engine.boundary.expected_reduce_nbytes(),
         _nbytes(t for buffer in engine.boundary.reduce_buffers() for t in (buffer.full, buffer.shard)),
     )
-    yield _on_device("wire", "chunks on their way between ranks", None, engine.mesh.staging_nbytes())
+    yield _on_device(
+        "wire",
+        "chunks on their way between ranks",
+        expected_wire_nbytes(units, engine.mesh, engine.topology, rank=engine.world.rank),
+        engine.mesh.staging_nbytes(),
+    )
     buffers = list(model.buffers())
     whole = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     yield _on_device("buffers", "of modules, whole on every rank", whole, _nbytes(buffers))

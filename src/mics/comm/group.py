@@ -53,7 +53,7 @@ class GroupCollectives:
         self._liveness = liveness
         self._size = 1 if group is None else dist.get_world_size(group)
         self._position = 0 if group is None else dist.get_rank(group)
-        self._over_gloo = not isinstance(group, EmulatedGroup)  # as far as CPU tensors go
+        self.is_real = not isinstance(group, EmulatedGroup)  # gloo then, as far as CPU tensors go
         self._staging: dict[str, Tensor] = {}  # uint8 [largest buffer exchanged], by use
 
     @property
@@ -209,7 +209,7 @@ class GroupCollectives:
         return [_bytes(tensor) if self._is_gloo(tensor) else tensor for tensor in tensors]
 
     def _is_gloo(self, tensor: Tensor) -> bool:
-        return self._over_gloo and tensor.device.type == "cpu"
+        return self.is_real and tensor.device.type == "cpu"
 
     def _staged(self, use: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As many elements as ``like``, kept from call to call."""

@@ -181,6 +181,8 @@ class World:
             world=over("world", [tuple(range(self.size))]),
             lanes=lanes,
             staging=lambda: gather.staging_nbytes + reduce.staging_nbytes + replication.staging_nbytes,
+            over_gloo=device.type == "cpu" and replication.is_real,
+            exchanges_replicas=exchange_replicas,
         )
 
     def _backends(self) -> set[str]:
@@ -215,6 +217,10 @@ class MeshCollectives:
     """Everything else, where the caller stands."""
     lanes: Lanes
     staging: Callable[[], int]
+    over_gloo: bool
+    """Whether gloo moves the model's tensors."""
+    exchanges_replicas: bool
+    """Whether each replica sends to each, in place of a ring."""
 
     def staging_nbytes(self) -> int:
         """Bytes that the collectives themselves keep (gloo's incoming chunks)."""
