@@ -259,16 +259,46 @@ class Branches(nn.Module):
         return [block(x * (number + 1)) for number, block in enumerate(self.blocks)]
 
 
-def test_the_order_of_the_last_backward_decides_what_comes_back_next() -> None:
+def test_a_backward_that_began_alike_decides_what_comes_back_next() -> None:
+    """Also when several orders take turns. Without one, what was saved last comes back first."""
     model = mics.shard(Branches(), partition_size=1, activations=mics.Activations(offload=True, keep_last=0))
     offloader = engine_of(model).offloader
     assert offloader is not None
-    order = [2, 0, 3, 1]
-    for _ in range(2):
+    orders = [2, 0, 3, 1], [1, 3, 0, 2]
+    way_back = [[1], [], [], []], [[0], [2], [], []]
+    for step in range(6):
+        order = orders[step % 2]
         outputs = model(torch.rand(_ROWS, _WIDTH))
+        groups = [offloader._groups[offloader._num_forwards, place] for place in range(4)]
+        came = []
         for number in order:
+            before = [group.is_wanted for group in groups]
             outputs[number].sum().backward()
-    assert [offloader._follows[place] for place in order[:-1]] == order[1:]
+            after = [group.is_wanted for group in groups]
+            came.append([p for p in range(4) if after[p] and not before[p] and p != number])
+        if step < 2:
+            assert came == way_back[step], came
+        else:
+            assert came == [[order[1]], [order[2]], [order[3]], []], came
+
+
+def test_behind_a_forward_without_a_backward_activations_leave_as_ever() -> None:
+    """As where a loss is not finite and its backward is left out, the loss still held meanwhile."""
+    unit = _ROWS * _WIDTH * 4
+    for offload, leave in ((True, 4), (0.4, 2), (3 * unit, 3)):
+        model = mics.shard(Stack(), partition_size=1, activations=mics.Activations(offload=offload))
+        offloader = engine_of(model).offloader
+        assert offloader is not None
+        for step in range(6):
+            before = offloader.offloaded_nbytes
+            loss = model(torch.rand(_ROWS, _WIDTH))
+            left = offloader.offloaded_nbytes - (before if step == 4 else 0)
+            if step in (2, 3):
+                assert left == leave * unit, (offload, step)
+            if step == 4:  # behind the one of step 3, whose loss this one has just replaced
+                assert left == (0 if isinstance(offload, int) and offload > 1 else leave * unit), offload
+            if step != 3:
+                loss.backward()
 
 
 def test_a_forward_that_leads_nowhere_gives_everything_back() -> None:

@@ -43,6 +43,11 @@ class HostPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def used_nbytes(self) -> int:
+        """Of buffers that somebody has."""
+        return self.nbytes - sum(buffer.numel() for buffer in self._free)
+
     def require(self, nbytes: int, what: str) -> None:
         """Raise if ``nbytes`` in all will not be had; ``what`` they are for, in words."""
         if self._room_for(nbytes):

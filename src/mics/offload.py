@@ -1,14 +1,15 @@
 """Saved activations in host memory: away right after they are saved, back before the backward needs them.
 
 What autograd saves in one forward of a unit is a group. Copies run on two lanes of their own (streams on a
-GPU), one for each direction; whoever touches the memory waits for its ticket. Which group comes back after
-which is recorded, and what will be needed next is sent for ahead of time. On a CPU the same code makes plain
-copies, so that what is tested there is what runs on a GPU.
+GPU), one for each direction; whoever touches the memory waits for its ticket. In which order backwards come
+to the groups is recorded as the order of gathers is (`plans.py`), and what will be needed next is sent for
+ahead of time. On a CPU the same code makes plain copies: what is tested there is what runs on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mics.comm.lanes import INLINE, Lane, StreamLane
 from mics.host_memory import HostPool
+from mics.plans import Plans, Prefetch
 from mics.saved import Held, Kept, Saved, contiguous_stride, extent_nbytes
 from mics.transfer_clock import TransferClock
 
@@ -67,7 +69,7 @@ class Offloader:
             remedy="offload less (Activations.offload takes a fraction or bytes) or use a smaller "
             "micro-batch",
         )
-        self.horizon = 1  # groups that are sent for ahead
+        self.plans = Plans(Prefetch(units=1), sizes=defaultdict(lambda: 1))  # of places; all count alike
         self.offloaded_nbytes = 0  # since the forward began
         self.saved_nbytes = 0  # likewise, with what stays on the device
         self._held = Held()
@@ -87,9 +89,13 @@ class Offloader:
         self._known: WeakValueDictionary[tuple[Any, ...], Saved] = WeakValueDictionary()
         self._groups: WeakValueDictionary[tuple[int, int], Group] = WeakValueDictionary()
         self._leaving: list[list[ref[Saved]]] = []  # by group: on their way, the device's memory still held
-        self._follows: dict[int, int] = {}  # place -> the place that the backward came to next
         self._last: Group | None = None
         self._clock = TransferClock() if on_gpu else None
+
+    @property
+    def horizon(self) -> int:
+        """Groups that are sent for ahead."""
+        return self.plans.prefetch.units
 
     def begin(self) -> None:
         """A forward begins. It goes on where the last one ended, unless a backward has come in between.
@@ -102,8 +108,10 @@ class Offloader:
         if self.saved_nbytes:
             self._expected = (self._num_groups, self.saved_nbytes)
             self._last_offloaded_nbytes, self._last_peak = self.offloaded_nbytes, self._held.peak
+        self.plans.begin()
         if self._clock is not None and self._clock.is_read():
-            self.horizon, self._clock = self._clock.horizon(), None
+            self.plans.look_ahead(Prefetch(units=self._clock.horizon()))
+            self._clock = None
         self._num_forwards += 1
         self._num_groups = self.offloaded_nbytes = self.saved_nbytes = 0
         self._held.peak = self._held.nbytes
@@ -198,11 +206,12 @@ class Offloader:
         """The last ones stay, because backward needs them at once; so does what is over the budget."""
         num_groups, nbytes = self._expected
         keep = self.horizon if self._keep_last is None else self._keep_last
-        if nbytes and group.place >= num_groups - keep:
+        place = group.place % num_groups  # behind a forward that nobody went back through there are more
+        if nbytes and place >= num_groups - keep:
             return False
         if self._fraction is not None:  # of the units: the first ones wait longest
-            return group.place < self._fraction * num_groups
-        return self.offloaded_nbytes + saved.nbytes <= self._limit
+            return place < self._fraction * num_groups
+        return self.pool.used_nbytes + saved.nbytes <= self._limit
 
     def _send_away(self, saved: Saved) -> None:
         saved.host = self.pool.take(saved.nbytes, "saved activations")
@@ -258,16 +267,20 @@ class Offloader:
         self._leaving = []  # what has not left yet is needed soon
         if self._clock is not None:
             self._clock.reach(self._device)
-        if self._last is not None and self._last.forward == group.forward:
-            self._follows[self._last.place] = group.place
         self._last = group
-        upcoming: Group | None = group
-        for _ in range(1 + self.horizon):
-            if upcoming is None:
-                return
-            self._want(upcoming)
-            place = self._follows.get(upcoming.place, upcoming.place - 1)
-            upcoming = self._groups.get((upcoming.forward, place))
+        self._want(group)
+        for place in self._places_after(group):
+            upcoming = self._groups.get((group.forward, place))
+            if upcoming is not None:
+                self._want(upcoming)
+
+    def _places_after(self, group: Group) -> Sequence[int]:
+        """Where the backward will come to next: as in one that began alike, else the way back."""
+        if group.forward == self._num_forwards:
+            planned = self.plans.advance(group.place)
+            if self.plans.follows:
+                return [place for batch in planned for place in batch]
+        return range(group.place - 1, group.place - 1 - self.horizon, -1)
 
     def _want(self, group: Group) -> None:
         if not group.is_wanted:

@@ -239,6 +239,11 @@ class Plans:
         return self._plan.ahead[position] if self._follows else ()
 
     @property
+    def follows(self) -> bool:
+        """Whether there is a plan that began as this one did."""
+        return self._follows
+
+    @property
     def at_end(self) -> bool:
         """Whether the plan that is followed expects nothing more."""
         return self._follows and len(self._seen) == len(self._plan.order)
