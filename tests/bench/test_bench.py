@@ -148,6 +148,7 @@ def test_bench_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["bench", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "Losses are not compared" in printed and "x its time" in printed
+    assert "TFLOP/s count what is multiplied" in printed
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [row["system"] for row in found["rows"]] == ["mics", "hsdp"]
     assert all(row["outcomes"][0]["exposure"]["link_nbytes"]["inter"] > 0 for row in found["rows"])

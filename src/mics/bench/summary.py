@@ -12,6 +12,7 @@ from typing import Any, Final
 from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run
 from mics.bench.systems import SYSTEMS
+from mics.models import GPTConfig
 from mics.topology import Cluster
 
 _DISAGREE: Final = "LOSSES DISAGREE"
@@ -128,7 +129,16 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             said.append(f"{setting}: {_losses(ran)}")
     if any(row.run.cluster is not None for row in rows):
         said.append("Losses are not compared: an emulated cluster's other ranks do not compute.")
+    said += [_count_of_flops(model) for model in dict.fromkeys(row.run.job.model for row in rows)]
     return said
+
+
+def _count_of_flops(model: GPTConfig) -> str:
+    ratio = model.six_n_flops_per_token / model.flops_per_token
+    return (
+        "TFLOP/s count what is multiplied: no lookups, nothing that is computed again. "
+        f"By 6 N and attention, N being all parameters, they would be {ratio:.3f} times as many."
+    )
 
 
 def _ranking(ran: Sequence[Row]) -> str:

@@ -66,8 +66,16 @@ class GPTConfig:
         (queries times keys, weights times values), and twice that again backward; a causal token sees half
         the keys on average.
         """
-        attention = (6 if self.causal else 12) * self.num_layers * self.seq_len * self.hidden_size
-        return 6 * self.num_matmul_parameters + attention
+        return 6 * self.num_matmul_parameters + self._attention_flops_per_token
+
+    @property
+    def six_n_flops_per_token(self) -> int:
+        """The same if every parameter counts as multiplied, looked-up ones too, as in many publications."""
+        return 6 * self.num_parameters + self._attention_flops_per_token
+
+    @property
+    def _attention_flops_per_token(self) -> int:
+        return (6 if self.causal else 12) * self.num_layers * self.seq_len * self.hidden_size
 
 
 class Linear(nn.Linear):
