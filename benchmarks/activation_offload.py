@@ -181,7 +181,11 @@ def grow(trainer: Any, job: Job, found: Found, rows: int, args: argparse.Namespa
             took = seconds_of(lambda batches=batches: trainer.step(batches))
         except torch.OutOfMemoryError:
             break
-        print(f"    {rows} rows: {took:.2f} s, {time.perf_counter():.0f} s on the clock", flush=True)
+        print(
+            f"    {rows} rows: {took:.2f} s, {retries() - before_retries} retries, "
+            f"{time.perf_counter():.0f} s on the clock",
+            flush=True,
+        )
         found = replace(
             found,
             largest=rows,
