@@ -43,11 +43,20 @@ def _recipe(build: Any, **options: Any) -> Recipe:
         toys.SkipConnections,
         toys.InPlace,
         toys.InputUntouched,
+        toys.ReturnsParameters,
     ],
 )
 def test_models_of_every_make(build: type[nn.Module]) -> None:
     """Frozen, reused, mixed, empty and oddly connected modules; see the class for its trait."""
     assert_trains_like_plain(_recipe(build))
+
+
+def test_a_returned_parameter_that_the_loss_begins_to_use_late() -> None:
+    """By then units have their homes, and another one is where the returned view was."""
+    loss = partial(toys.use_gain_late, first=4)
+    assert_trains_like_plain(
+        _recipe(toys.ReturnsParameters, batch=toys.numbered, loss=loss, num_steps=6, accumulation=1)
+    )
 
 
 def test_tied_weights() -> None:

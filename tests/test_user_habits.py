@@ -56,6 +56,13 @@ class Run:
             return mics.clip_grad_norm_(model, max_norm).item()
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
 
+    def gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
+        if self.sharded:
+            import mics
+
+            return mics.full_gradients(model)
+        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
     def state(self, *models: nn.Module) -> list[dict[str, Tensor]]:
         if self.sharded:
             import mics
@@ -105,7 +112,7 @@ def _never_zeroed(run: Run) -> list[Any]:
 
 
 def _edited(run: Run) -> list[Any]:
-    """Gradients scaled in place, one dropped, one replaced by a multiple of itself."""
+    """Gradients scaled in place, one dropped, one changed through `.data`, one added to."""
     model = run.shard(toys.Chain())
     optimizer = adamw(model)
     for step in range(3):
@@ -114,6 +121,7 @@ def _edited(run: Run) -> list[Any]:
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
         model.blocks[1].up.weight.grad = None
+        model.blocks[1].down.weight.grad.data = model.blocks[1].down.weight.grad.data * 0.25
         with torch.no_grad():
             model.blocks[0].up.weight.grad.add_(model.blocks[0].up.weight, alpha=0.1)
         optimizer.step()
@@ -238,6 +246,37 @@ class _StopGradient(nn.Module):
         x = self.blocks[1](first).detach()
         x = self.blocks[3](self.blocks[2](x).add_(1.0))
         return toys.mse(x + 0.1 * first, target)
+
+
+def _gradients_after_the_step(run: Run) -> list[Any]:
+    """Whole gradients, read once the optimizer has used them; some ranks have no part of the unit."""
+    model = run.shard(toys.Tiny())
+    optimizer = adamw(model)
+    found = []
+    for step in range(2):
+        run.backward(_loss(model, step))
+        optimizer.step()
+        found.append(run.gradients(model))
+        optimizer.zero_grad()
+    return [*run.state(model), found]
+
+
+def _norms_before_backward(run: Run) -> list[Any]:
+    """Two forwards and an evaluation before a backward, through norms with running statistics."""
+    model = run.shard(toys.Convolutional())
+    optimizer = adamw(model)
+    for step in range(3):
+        for rank in run.ranks:
+            losses = [model(*toys.images(step, micro, rank)) for micro in range(2)]
+            model.eval()
+            with torch.no_grad():
+                model(*toys.images(step, 2, rank))
+            model.train()
+            (sum(losses) / len(run.ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {name for name, _ in model.named_parameters()}  # statistics are those of rank 0
+    return [{name: value for name, value in run.state(model)[0].items() if name in names}]
 
 
 def _stop_gradient(run: Run) -> list[Any]:
@@ -519,6 +558,8 @@ SCRIPTS = [
     _more_after_the_announced_one,
     _evaluate_before_backward,
     _teacher_of_itself,
+    _gradients_after_the_step,
+    _norms_before_backward,
     _stop_gradient,
     _gradient_of_the_input,
     _late_outputs,

@@ -692,6 +692,52 @@ class InPlaceBlock(nn.Module):
         return x.add_(torch.tanh(self.line(x.clone())))
 
 
+class ParameterViews(nn.Module):
+    """Hands out its parameters as they are: one itself, one as a view, one in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, DIM))
+        self.table = nn.Parameter(torch.randn(5, DIM) * 0.1)
+        self.shift = nn.Parameter(torch.linspace(-0.1, 0.1, DIM))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        nn.init.normal_(self.table, std=0.1)
+        nn.init.zeros_(self.shift)
+
+    def forward(self, length: int) -> Any:
+        return self.gain, {"table": self.table[:length]}, Hidden(self.shift.expand(length, -1))
+
+
+class ReturnsParameters(nn.Module):
+    """Computes with what a module returned of its own parameters, long after that module's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(DIM, DIM)
+        self.views = ParameterViews()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, target: Tensor, *, use_gain: bool = True) -> Tensor:
+        gain, tables, shift = self.views(x.shape[0])
+        x = self.inward(x) + tables["table"]
+        for block in self.blocks:
+            x = block(x)
+        return mse((x * gain if use_gain else x) + shift.state, target)
+
+
+def use_gain_late(model: nn.Module, batch: Any, *, first: int) -> Tensor:
+    """The loss of `ReturnsParameters`, whose gain counts from some step on only."""
+    x, target, step = batch
+    loss: Tensor = model(x, target, use_gain=step >= first)
+    return loss
+
+
+def numbered(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, int]:
+    return (*floats(step, micro, rank), step)
+
+
 class InputUntouched(nn.Module):
     """A parameter is the whole input of the model; data enters late and needs no gradient."""
 

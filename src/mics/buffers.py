@@ -34,7 +34,7 @@ class BufferSync:
             if id(module) in self._trained or not _unchanged(module, self._seen[id(module)])
         ]
         if written:
-            broadcast_together([buffer for module in written for buffer in _buffers(module)], self._world)
+            broadcast_together([buffer for module in written for buffer in _to_write(module)], self._world)
             self._mark()
         # torch's kernels write running statistics without raising the buffers' version.
         self._trained = {id(norm) for norm in self._norms if norm.training}
@@ -50,6 +50,15 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 def _buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in module._buffers.values() if buffer is not None]
+
+
+def _to_write(module: nn.Module) -> list[Tensor]:
+    """The buffers, to receive values. Those of a norm as torch's kernels write them: versions stay.
+
+    Autograd saves running statistics, also where backward does not read them: several forwards may come
+    before it, and evaluations.
+    """
+    return [buffer.data for buffer in _buffers(module)] if keeps_statistics(module) else _buffers(module)
 
 
 def _versions(module: nn.Module) -> list[tuple[Tensor, int]]:

@@ -109,6 +109,8 @@ class ShardGrad(Tensor):
             for guard in _guards((args, kwargs)):
                 guard.check_kept()
             owner.synchronize()
+        if owner is not None and getattr(func, "__self__", None) is Tensor.data and name == "__set__":
+            func = Tensor.copy_  # p.grad.data = ...: other memory would be nobody's gradient
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if owner is not None and name == "_amp_foreach_non_finite_check_and_unscale_":

@@ -24,7 +24,7 @@ from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
 from mics.scheduled_site import Call, Forward, ScheduledSite
-from mics.tensor_trees import cast_floats, num_rows, tensors_in
+from mics.tensor_trees import cast_floats, num_rows, replace_tensors, tensors_in
 from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
@@ -122,10 +122,13 @@ class Schedule:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
-    ) -> None:
+    ) -> Any:
         if self.suspended or site.depth == 0:
-            return
+            return None
         forward = site.forwards.pop()
+        copies = self._copy_parameters(site, output)
+        if copies:
+            output = replace_tensors(output, copies)
         # Results may also be left in the arguments: a list that the forward appends to.
         watched = forward is not None and self._watch_outputs(site, forward, (output, args, kwargs))
         site.depth -= 1
@@ -135,6 +138,20 @@ class Schedule:
             self._release(site.units)
         if self._depth == 0 and not self.in_backward:
             self._release(self._on_demand.values())
+        return output if copies else None
+
+    def _copy_parameters(self, site: ScheduledSite, output: Any) -> dict[int, Tensor]:
+        """Copies, by id, of returned tensors that are parameters or views of them (a table of positions).
+
+        Their memory is about to be somebody else's.
+        """
+        leaving = [*site.units, *(self._on_demand.values() if self._depth == 1 else ())]
+        places = [unit for unit in leaving if unit.gathered]
+        return {
+            id(tensor): tensor.clone()
+            for tensor in tensors_in(output)
+            if tensor.layout is torch.strided and any(unit.holds(tensor) for unit in places)
+        }
 
     def _begin_forward(self) -> None:
         self._notice_failed_backward()

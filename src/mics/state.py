@@ -70,16 +70,25 @@ def full_gradients(
     engine.boundary.synchronize()
     keep = engine.world.rank == 0 or not rank0_only
     grads: dict[str, Tensor | None] = {}
-    for unit in engine.boundary.trainable:
+    units = engine.boundary.trainable
+    for unit in units:
         unit.gradients.drop_cleared()
-        present = unit.gradients.state is GradState.REDUCED
-        flat = unit.full_of_masters(unit.gradients.step_gradient()) if present else None
+    # A rank without a part of a unit shows its optimizer no gradients, and has none after the step.
+    found = engine.world.gather_objects([unit.gradients.state is GradState.REDUCED for unit in units])
+    for unit, *present in zip(units, *found, strict=True):
+        flat = unit.full_of_masters(_step_gradient(unit)) if any(present) else None
         values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
         for index, (ref, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
             if keep:
                 hidden = value is None or not engine.boundary.any_rank_used(unit, index)
                 grads[ref.name] = None if value is None or hidden else _copied(value, cpu=cpu)
     return grads
+
+
+def _step_gradient(unit: Unit) -> Tensor:
+    if unit.gradients.state is GradState.REDUCED:
+        return unit.gradients.step_gradient()
+    return torch.zeros_like(unit.master, dtype=unit.spec.grad_dtype)
 
 
 def full_optimizer_state_dict(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,12 +58,48 @@ def tensors_near(value: Any) -> Iterator[Tensor]:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in arguments brought to ``dtype``; everything else as it is."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    return _changed(value, cast)
+
+
+def replace_tensors(value: Any, replacements: Mapping[int, Tensor]) -> Any:
+    """``value`` with other tensors in place of some, by their ids; containers that held one are new."""
+
+    def replaced(tensor: Tensor) -> Tensor:
+        return replacements.get(id(tensor), tensor)
+
+    return _changed(value, replaced, everywhere=True)
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor], *, everywhere: bool = False) -> Any:
+    """``value`` with its tensors changed: those in plain containers, or everywhere in containers and objects."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floats(item, dtype) for item in value))
+        return type(value)(*(_changed(item, change, everywhere=everywhere) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(cast_floats(item, dtype) for item in value)
+        return type(value)(_changed(item, change, everywhere=everywhere) for item in value)
     if type(value) is dict:
-        return {key: cast_floats(item, dtype) for key, item in value.items()}
+        return {key: _changed(item, change, everywhere=everywhere) for key, item in value.items()}
+    if everywhere and next(tensors_in(value), None) is not None:
+        return _copy_with(value, partial(_changed, change=change, everywhere=True))
     return value
+
+
+def _copy_with(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a container or an object, with ``change`` made to what it holds."""
+    if isinstance(value, set | frozenset | deque):
+        return type(value)(change(item) for item in value)
+    result = copy(value)
+    if isinstance(value, MutableMapping):  # a Hugging Face output sets its attributes too
+        for key, item in value.items():
+            result[key] = change(item)
+    elif hasattr(value, "__dict__"):
+        vars(result).update({name: change(item) for name, item in vars(value).items()})
+    elif is_dataclass(value):  # with slots, and perhaps frozen
+        for field in fields(value):
+            object.__setattr__(result, field.name, change(getattr(value, field.name)))
+    return result
