@@ -75,7 +75,7 @@ def replace_tensors(value: Any, replacements: Mapping[int, Tensor]) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor], *, everywhere: bool = False) -> Any:
-    """``value`` with its tensors changed: those in plain containers, or everywhere in containers and objects."""
+    """``value`` with its tensors changed: those in plain containers, or in all containers and objects."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
