@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics
+from mics.comm.lanes import Ticket
 from mics.engine import engine_of
 from tests.ranks import run_ranks
 
@@ -112,6 +114,64 @@ def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None
     plain = run_ranks(2, _losses, None, partition_size, scenario)
     for name, policy in _POLICIES.items():
         assert run_ranks(2, _losses, policy, partition_size, scenario) == plain, name
+
+
+class LateLane:
+    """Does a job when somebody waits for it or for a later one: as late as a stream may."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Callable[[], None]] = []
+        self._num_done = 0
+        self.num_submitted = 0
+
+    def submit(self, job: Callable[[], None], after: Sequence[Ticket] = ()) -> Ticket:
+        self._jobs.append(job)
+        self.num_submitted += 1
+        return LateTicket(self, self.num_submitted)
+
+    def catch_up(self, number: int) -> None:
+        while self._num_done < number:
+            self._num_done += 1
+            self._jobs.pop(0)()
+
+
+@dataclass
+class LateTicket:
+    lane: LateLane
+    number: int
+
+    def wait(self) -> None:
+        self.lane.catch_up(self.number)
+
+
+def _late_losses(policy: mics.Activations, scenario: str) -> tuple[list[float], int]:
+    away, back = LateLane(), LateLane()
+
+    def shard(*args: Any, **kwargs: Any) -> nn.Module:
+        model = original(*args, **kwargs)
+        offloader = engine_of(model).offloader
+        assert offloader is not None
+        offloader._away, offloader._back = away, back
+        return model
+
+    original = mics.shard
+    torch.use_deterministic_algorithms(True)  # new memory is full of NaNs
+    try:
+        with patch.object(mics, "shard", shard):
+            losses = _losses(policy, 2, scenario)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return losses, min(away.num_submitted, back.num_submitted)
+
+
+@pytest.mark.parametrize("scenario", ["micro-steps", "several forwards", "evaluation and failures"])
+def test_copies_may_come_as_late_as_they_are_waited_for(scenario: str) -> None:
+    """Copies that run at once show no missing wait; on a GPU they run beside the computation."""
+    plain = run_ranks(2, _losses, None, 2, scenario)
+    for name in ("offload", "bytes", "no checkpoint"):
+        found = run_ranks(2, _late_losses, _POLICIES[name], scenario)
+        assert [losses for losses, _ in found] == plain, name
+        assert all(num_copies > 0 for _, num_copies in found)
 
 
 def _traffic(policy: mics.Activations) -> dict[str, Any]:
