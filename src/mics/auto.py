@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median_low
 from typing import Final
@@ -11,6 +12,7 @@ from mics.topology import Cluster
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
 _MAX_PREFETCH: Final = 3
+_MAX_HORIZON: Final = 4
 _LEAST_MESSAGE_NBYTES: Final = 64 << 10
 
 
@@ -84,3 +86,11 @@ def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, lean:
             hidden += computes[position - depth]
         depths.append(depth)
     return max(1, median_low(depths) if lean else max(depths)) if depths else 1
+
+
+def horizon_for(transfer: float, compute: float) -> int:
+    """Units whose activations are sent for ahead, when to bring one unit's back takes ``transfer``.
+
+    ``compute`` is the time of one unit's backward, in the same measure.
+    """
+    return min(_MAX_HORIZON, max(1, math.ceil(transfer / compute))) if compute > 0 else _MAX_HORIZON

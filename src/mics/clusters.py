@@ -12,7 +12,8 @@ are round figures of the kind that collective benchmarks report for the fabric. 
     peak_flops: 989e12                                             # for mics plan: of the data sheet,
     memory_nbytes: 151e9                                           # and of one rank's memory: bytes,
     memory_bandwidth: 4.8e12                                       # bytes a second,
-    host_nbytes: 2e12                                              # and of a node's own memory
+    host_nbytes: 2e12                                              # of a node's own memory,
+    host_bandwidth: 55e9                                           # and of copies to it, each way
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, Final
 import yaml
 
 from mics.errors import SettingsError
-from mics.topology import Cluster, Link
+from mics.topology import MACHINE_FIELDS, Cluster, Link
 
 _GBIT: Final = 1e9 / 8
 _NVLINK_RAMP: Final = 64 * 1024
@@ -49,18 +50,23 @@ def _infiniband(gbit_per_second: float) -> Link:
 
 @dataclass(frozen=True, kw_only=True)
 class _Gpu:
-    """Of a data sheet, but for ``tflops``: what large matrices reach, about 60 to 80% of the peak."""
+    """Of a data sheet, but for what is reached of it.
+
+    ``tflops``: by large matrices, about 60 to 80% of the peak. ``host_gbs``: by copies to the host and back,
+    about 85% of a PCIe slot of 16 lanes.
+    """
 
     tflops: float
     peak_tflops: float  # 16-bit formats, dense
     memory_gib: float
     memory_tbs: float
+    host_gbs: float
 
 
-_V100: Final = _Gpu(tflops=90, peak_tflops=125, memory_gib=32, memory_tbs=0.9)
-_A100_40: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=40, memory_tbs=1.555)
-_A100_80: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=80, memory_tbs=2.039)
-_H100: Final = _Gpu(tflops=650, peak_tflops=989, memory_gib=80, memory_tbs=3.35)
+_V100: Final = _Gpu(tflops=90, peak_tflops=125, memory_gib=32, memory_tbs=0.9, host_gbs=13.5)
+_A100_40: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=40, memory_tbs=1.555, host_gbs=27)
+_A100_80: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=80, memory_tbs=2.039, host_gbs=27)
+_H100: Final = _Gpu(tflops=650, peak_tflops=989, memory_gib=80, memory_tbs=3.35, host_gbs=55)
 
 
 def _node(name: str, intra: Link, inter: Link, gpu: _Gpu, *, host_gib: float = 0.0) -> Cluster:
@@ -75,6 +81,7 @@ def _node(name: str, intra: Link, inter: Link, gpu: _Gpu, *, host_gib: float = 0
         memory_nbytes=gpu.memory_gib * 2**30,
         memory_bandwidth=gpu.memory_tbs * 1e12,
         host_nbytes=host_gib * 2**30,
+        host_bandwidth=gpu.host_gbs * 1e9,
     )
 
 
@@ -161,7 +168,7 @@ def _read(path: Path) -> Cluster:
     for link in ("intra", "inter"):
         values = _checked(path, link, described[link], Link, required={"bandwidth", "latency"})
         described[link] = Link(**{key: _number(path, f"{link}.{key}", values[key]) for key in values})
-    for key in ("flops", "peak_flops", "memory_nbytes", "memory_bandwidth", "host_nbytes"):
+    for key in MACHINE_FIELDS:
         if key in described:
             described[key] = _number(path, key, described[key])
     described.setdefault("num_nodes", 1)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Final
 
 from mics.errors import SettingsError
 
@@ -32,6 +33,16 @@ class Link:
             raise SettingsError(
                 f"link: expected bandwidth > 0, latency >= 0 and ramp_nbytes >= 0, found {self}"
             )
+
+
+MACHINE_FIELDS: Final = (
+    "flops",
+    "peak_flops",
+    "memory_nbytes",
+    "memory_bandwidth",
+    "host_nbytes",
+    "host_bandwidth",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,7 @@ class Cluster:
     memory_nbytes: float = 0.0  # of one rank's device; 0: not known
     memory_bandwidth: float = 0.0  # bytes a second, of that memory; 0: not known
     host_nbytes: float = 0.0  # of a node's own memory; 0: not known
+    host_bandwidth: float = 0.0  # bytes a second between a rank's device and it, each way; 0: not known
 
     def __post_init__(self) -> None:
         for field in ("num_nodes", "ranks_per_node"):
@@ -60,7 +72,7 @@ class Cluster:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise SettingsError(f"{field}: expected a positive integer, found {count!r}")
 
-        for field in ("flops", "peak_flops", "memory_nbytes", "memory_bandwidth", "host_nbytes"):
+        for field in MACHINE_FIELDS:
             value = getattr(self, field)
             if not value >= 0:
                 raise SettingsError(f"{field}: expected a number from 0, found {value!r}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import torch
 
-_MAX_HORIZON: Final = 4
+from mics.auto import horizon_for
+
 _NUM_MEASURED: Final = 3  # micro-steps in which transfers and computation are timed
 
 
@@ -50,5 +50,5 @@ class TransferClock:
         pairs = zip(self._reached, self._reached[1:], self._by_group, strict=False)
         for reached, following, count in pairs:
             moved = sum(start.elapsed_time(end) for start, end in (next(transfers) for _ in range(count)))
-            deepest = max(deepest, math.ceil(moved / max(1e-3, reached.elapsed_time(following))))
-        return min(deepest, _MAX_HORIZON)
+            deepest = max(deepest, horizon_for(moved, reached.elapsed_time(following)))
+        return deepest

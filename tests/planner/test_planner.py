@@ -26,10 +26,17 @@ from mics.planner.goodput import Faults, goodput
 from mics.planner.hardware import planned_cluster
 from mics.planner.memory import Activations, Layout, memory_terms
 from mics.planner.modules import find_model, shape_of_module
-from mics.planner.search import Wanted, fitting_partition, partition_sizes, search, smallest_cluster
+from mics.planner.search import (
+    Wanted,
+    fitting_partition,
+    limit_of,
+    partition_sizes,
+    search,
+    smallest_cluster,
+)
 from mics.planner.setting import Setting
 from mics.planner.shapes import named_shape, shape_of_config
-from mics.planner.systems import SYSTEMS, predict, predict_quickly
+from mics.planner.systems import SYSTEMS, Prediction, predict, predict_quickly
 from mics.planner.text import advice
 from tests.ranks import run_ranks
 
@@ -254,6 +261,44 @@ def test_every_system_is_simulated_and_none_beats_its_computation() -> None:
     for name in SYSTEMS:
         found = predict(setting, name)
         assert found.step_seconds >= found.compute_seconds > 0
+
+
+def _offloaded(host_bandwidth: float, *, parts: int = 1, offload: bool = True) -> Prediction:
+    setting = Setting(
+        model=named_shape("gpt-20b").split(parts),
+        cluster=replace(find_cluster(f"{planner_accuracy.ORDINARY}:1"), host_bandwidth=host_bandwidth),
+        partition_size=8,
+        micro_batch=4,
+        accumulation=1,
+        activations=Activations(checkpoint=True, offload=offload),
+    )
+    return predict(setting)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_copies_to_the_host_hide_where_it_is_fast_enough(parts: int) -> None:
+    """Every input but the last one's leaves once and comes back before its block's backward."""
+    found = _offloaded(55e9, parts=parts)
+    nbytes = found.setting.tokens * 8192 * 2
+    assert found.link_seconds["to host"] == pytest.approx(23 * nbytes / 55e9)
+    assert found.link_seconds["from host"] == pytest.approx(23 * nbytes / 55e9)
+    assert found.step_seconds == pytest.approx(_offloaded(0.0, parts=parts).step_seconds, rel=0.001)
+    assert found.step_seconds < 1.01 * _offloaded(55e9, parts=parts, offload=False).step_seconds
+    backward = {task.name.split()[-1]: task for task in found.tasks if task.name.startswith("backward ")}
+    away = {task.name.split()[-1]: task for task in found.tasks if task.stream == "to host"}
+    back = {task.name.split()[-1]: task for task in found.tasks if task.stream == "from host"}
+    assert set(back) == set(away)
+    for name, task in back.items():
+        assert away[name].end <= task.start
+        assert task.end <= backward[name if parts == 1 else name.removesuffix(".0") + ".2"].start
+
+
+def test_a_slow_way_to_the_host_is_what_limits_a_step() -> None:
+    """The computation waits for memory that has not left, and for inputs that are not back."""
+    found, quick = _offloaded(1e9), _offloaded(55e9)
+    assert limit_of(found) == "host bandwidth" and limit_of(quick) == "compute"
+    copies = found.link_seconds["to host"] + found.link_seconds["from host"]
+    assert copies < found.step_seconds < copies + quick.step_seconds
 
 
 def test_the_smallest_group_that_leaves_room() -> None:

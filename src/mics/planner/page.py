@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 
 from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 from mics.planner.answer import Answer
-from mics.planner.text import advice, count, money, neighbours
+from mics.planner.text import advice, count, lanes_of, money, neighbours
 
 _GIB: Final = 2**30
 _TERM_COLOURS: Final = (BLUE, "#6d9bd1", "#8a5a9e", "#b78fc9", GREEN, "#8cc7b0", ORANGE, "#b5892f")
 _SERIES: Final = {"mics": BLUE, "hsdp": ORANGE, "fsdp2": GREY}
-_LANES: Final = {"compute": GREY, "intra": GREEN, "inter": BLUE}
+_LANES: Final = {"compute": GREY, "intra": GREEN, "inter": BLUE, "to host": ORANGE, "from host": ORANGE}
 _SVG_STYLE: Final[dict[Any, Any]] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "mics"}
 
 _PAGE: Final = """<!doctype html>
@@ -60,7 +60,7 @@ def page(found: Answer) -> str:
             "<h2>Memory of a GPU</h2>",
             _draw(lambda axes: _memory(axes, found), height=2.6),
             "<h2>One step</h2>",
-            _draw(lambda axes: _timeline(axes, found), height=2.4),
+            _draw(lambda axes: _timeline(axes, found), height=0.9 + 0.5 * (1 + len(lanes_of(prediction)))),
             "<h2>Choices</h2>",
             _table(found),
             *(f"<p>{html.escape(line)}</p>" for line in neighbours(found)),
@@ -101,7 +101,8 @@ def _memory(axes: Axes, found: Answer) -> None:
 
 def _timeline(axes: Axes, found: Answer) -> None:
     prediction = found.best.prediction
-    rows: dict[str, list[tuple[float, float]]] = {lane: [] for lane in _LANES}
+    links = lanes_of(prediction)
+    rows: dict[str, list[tuple[float, float]]] = {lane: [] for lane in ("compute", *links)}
     for task in prediction.tasks:
         if task.stream == "compute":
             rows["compute"].append((task.start - prediction.began, task.end - task.start))
@@ -109,11 +110,9 @@ def _timeline(axes: Axes, found: Answer) -> None:
             rows[link].append((task.start - prediction.began, seconds))
     for number, (lane, bars) in enumerate(rows.items()):
         axes.broken_barh(bars, (number - 0.36, 0.72), color=_LANES[lane], linewidth=0)
-    labels = ["compute"] + [
-        f"{link}\n{prediction.exposed_seconds[link]:.3g} s exposed" for link in ("intra", "inter")
-    ]
-    axes.set_yticks(range(3), labels)
-    axes.set_ylim(2.6, -0.6)
+    labels = ["compute"] + [f"{link}\n{prediction.exposed_seconds[link]:.3g} s exposed" for link in links]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
     left_out = found.best.setting.accumulation > 3
     axes.set_xlabel("seconds" + ("; micro-steps in the middle are left out" if left_out else ""))

@@ -210,11 +210,12 @@ def _thinned(sizes: list[int], node: int) -> list[int]:
 def limit_of(prediction: Prediction) -> str:
     """What the step's time is mostly lost to."""
     step = prediction.step_seconds
-    inter, intra = (prediction.exposed_seconds[link] / step for link in ("inter", "intra"))
-    if inter < 0.03 and intra < 0.03:
+    lost = {link: seconds / step for link, seconds in prediction.exposed_seconds.items()}
+    worst = max(lost, key=lambda link: lost[link])
+    if lost[worst] < 0.03:
         return "compute"
-    if intra > inter:
-        return "intra bandwidth"
+    if worst != "inter":
+        return "intra bandwidth" if worst == "intra" else "host bandwidth"
     setting = prediction.setting
     quick = replace(setting.cluster, inter=replace(setting.cluster.inter, latency=0.0, ramp_nbytes=0.0))
     without = predict_quickly(replace(setting, cluster=quick), prediction.system)

@@ -132,6 +132,12 @@ class Setting:
         again = self.activations.checkpoint and unit.kind == "block"
         return (3 if again else 2) * self.forward_seconds(unit)
 
+    def host_seconds(self, unit: UnitShape) -> float:
+        """Of the copy of a block's input to the host, or back."""
+        if not self.activations.offload or unit.kind != "block" or not self.cluster.host_bandwidth:
+            return 0.0
+        return unit.input_numel * self.tokens * _PARAM / self.cluster.host_bandwidth
+
     def moves(self, kind: Kind, nbytes: float) -> list[tuple[str, Cost]]:
         """A gather or a reduction inside the partition group, by stage: (link, cost)."""
         key = kind, int(nbytes)

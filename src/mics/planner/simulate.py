@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from mics.cost import Cost
 
-LINKS = ("intra", "inter")
+LINKS = ("intra", "inter", "to host", "from host")
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +57,11 @@ class Program:
             self._costs.append(cost)
         found = [task for task in after if task is not None]
         return self._add(Task(stream, name, cost.seconds, links, found))
+
+    def copy(self, link: str, name: str, seconds: float, after: Sequence[Task | None] = ()) -> Task:
+        """To the host or from it, each on a stream of its own."""
+        found = [task for task in after if task is not None]
+        return self._add(Task(link, name, seconds, ((link, seconds),), found))
 
     def _add(self, task: Task) -> Task:
         task.number = len(self.tasks)

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from mics.cost import Kind
 from mics.intervals import Interval, subtract, total, union
+from mics.planner.host_copies import HostCopies
 from mics.planner.setting import Setting
 from mics.planner.shapes import UnitShape
 from mics.planner.simulate import LINKS, Program, Task, play
@@ -27,10 +28,17 @@ class _Measured(NamedTuple):
 
     seconds: float
     compute: float
-    intra: float
-    inter: float
-    exposed_intra: float
-    exposed_inter: float
+    links: tuple[float, ...]
+    exposed: tuple[float, ...]
+
+    def plus(self, share: float, other: _Measured) -> _Measured:
+        """With so much of another one."""
+        return _Measured(
+            self.seconds + share * other.seconds,
+            self.compute + share * other.compute,
+            tuple(a + share * b for a, b in zip(self.links, other.links, strict=True)),
+            tuple(a + share * b for a, b in zip(self.exposed, other.exposed, strict=True)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +63,12 @@ class Prediction:
     @property
     def link_seconds(self) -> dict[str, float]:
         """A transfer held the link."""
-        return {"intra": self.measured.intra, "inter": self.measured.inter}
+        return dict(zip(LINKS, self.measured.links, strict=True))
 
     @property
     def exposed_seconds(self) -> dict[str, float]:
         """A transfer held the link and nothing computed."""
-        return {"intra": self.measured.exposed_intra, "inter": self.measured.exposed_inter}
+        return dict(zip(LINKS, self.measured.exposed, strict=True))
 
     @property
     def tflops(self) -> float:
@@ -128,6 +136,7 @@ class _Issuer:
         self.kept: set[int] = set()
         self.alone = setting.partition_size == 1
         self.spreads_masters = style.spreads_masters and setting.over_replicas
+        self.host_copies = HostCopies(program, setting)
 
     def micro_step(self, *, last: bool) -> None:
         order = [(i, False) for i in range(len(self.units))]
@@ -142,7 +151,9 @@ class _Issuer:
             if self.style.copies and not self.alone:
                 seconds += (6 if is_backward else 4) * unit.numel / setting.device.memory_bandwidth
             name = ("backward " if is_backward else "forward ") + unit.name
-            task = self.program.compute(name, seconds, [gathered, self.refreshed.get(index)])
+            copied = self.host_copies.backward if is_backward else self.host_copies.forward
+            before = copied(index, self.computed[-1] if self.computed else None)
+            task = self.program.compute(name, seconds, [gathered, self.refreshed.get(index), *before])
             self.computed.append(task)
             if self.style.keeps_around_turn:
                 self._keep(position, index, turn, last=last)
@@ -276,7 +287,7 @@ def predict(setting: Setting, system: str = "mics") -> Prediction:
     if more:
         first, second = starts[2 * num_micro - 2], starts[2 * num_micro - 1]
         middle = _measure([t for t in program.tasks if t.end > first and t.start < second], first, second)
-        one = _Measured(*(a + more * b for a, b in zip(one, middle, strict=True)))
+        one = one.plus(more, middle)
     return Prediction(setting=setting, system=system, measured=one, tasks=tuple(step), began=began)
 
 
@@ -290,8 +301,8 @@ def predict_quickly(setting: Setting, system: str = "mics") -> Prediction:
     shorter = [predict(replace(setting, model=model.with_blocks(count)), system) for count in (few, more)]
     share = (num_blocks - few) / (more - few)
     one, two = (found.measured for found in shorter)
-    parts = (a + share * (b - a) for a, b in zip(one, two, strict=True))
-    return replace(shorter[1], setting=SYSTEMS[system].adapt(setting), measured=_Measured(*parts))
+    measured = one.plus(share, two.plus(-1, one))
+    return replace(shorter[1], setting=SYSTEMS[system].adapt(setting), measured=measured)
 
 
 def _measure(tasks: Sequence[Task], began: float, ended: float) -> _Measured:
@@ -306,6 +317,6 @@ def _measure(tasks: Sequence[Task], began: float, ended: float) -> _Measured:
     return _Measured(
         ended - began,
         total(compute),
-        *(total(links[link]) for link in LINKS),
-        *(total(subtract(links[link], compute)) for link in LINKS),
+        tuple(total(links[link]) for link in LINKS),
+        tuple(total(subtract(links[link], compute)) for link in LINKS),
     )

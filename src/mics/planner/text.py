@@ -11,6 +11,8 @@ from rich.text import Text
 
 from mics.planner.answer import Answer, Money
 from mics.planner.search import Choice
+from mics.planner.simulate import LINKS
+from mics.planner.systems import Prediction
 
 _GIB: Final = 2**30
 _WIDTH: Final = 44
@@ -110,8 +112,9 @@ def _time(best: Choice, console: Console) -> None:
     ended = max(task.end for task in found.tasks)
     span = ended - found.began
     rows = {"compute": [(t.start, t.end) for t in found.tasks if t.stream == "compute"]}
-    for link in ("intra", "inter"):
+    for link in lanes_of(found):
         rows[link] = [(t.start, t.start + s) for t in found.tasks for name, s in t.links if name == link]
+    margin = max(map(len, rows)) + 1
     for name, intervals in rows.items():
         cells = [0.0] * _WIDTH
         for start, end in intervals:
@@ -121,8 +124,13 @@ def _time(best: Choice, console: Console) -> None:
         bar = "".join(" ░▒▓█"[min(4, round(4 * min(1.0, cell)))] for cell in cells)
         seconds = found.compute_seconds if name == "compute" else found.link_seconds[name]
         exposed = "" if name == "compute" else f", {found.exposed_seconds[name]:.3g} exposed"
-        console.print(Text(f"  {name:8}{bar}  {seconds:.3g} s{exposed}"))
+        console.print(Text(f"  {name:{margin}}{bar}  {seconds:.3g} s{exposed}"))
     console.print()
+
+
+def lanes_of(found: Prediction) -> list[str]:
+    """Links to show: those of the network always, those to the host where something is offloaded."""
+    return [link for link in LINKS if link in ("intra", "inter") or found.link_seconds[link]]
 
 
 def _choices(found: Answer, console: Console) -> None:
