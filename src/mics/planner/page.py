@@ -110,7 +110,9 @@ def _timeline(axes: Axes, found: Answer) -> None:
             rows[link].append((task.start - prediction.began, seconds))
     for number, (lane, bars) in enumerate(rows.items()):
         axes.broken_barh(bars, (number - 0.36, 0.72), color=_LANES[lane], linewidth=0)
-    labels = ["compute"] + [f"{link}\n{prediction.exposed_seconds[link]:.3g} s exposed" for link in links]
+    busy, exposed = prediction.link_seconds, prediction.exposed_seconds
+    labels = [f"{link} {busy[link]:.3g} s\n{exposed[link]:.3g} s exposed" for link in links]
+    labels.insert(0, f"compute {prediction.compute_seconds:.3g} s")
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
