@@ -27,6 +27,7 @@ from mics.bench.picture import draw_timeline
 from mics.bench.systems import SYSTEMS
 from mics.bench.timeline import exposure, record
 from mics.clusters import find_cluster
+from mics.engine import engine_of
 
 GIB = 2**30
 PARTITION_SIZE = 8
@@ -111,10 +112,12 @@ def compare(args: argparse.Namespace) -> None:
             trainer: Any = SYSTEMS[system].build(job)
             found = measure(trainer, job, args)
             if name == "mics, offload":
-                report = mics.memory(trainer._model)
-                found.stays = report["saved activations"].predicted or 0
-                found.most = report["saved activations"].measured or 0
-                found.saved = found.stays + (report["offloaded activations"].predicted or 0)
+                mics.memory(trainer._model)
+                offloader = engine_of(trainer._model).offloader
+                expected = offloader.expected_nbytes() if offloader is not None else None
+                assert offloader is not None and expected is not None
+                found.stays, found.most = expected.stays, offloader.held_nbytes()
+                found.saved = expected.stays + expected.on_host
                 picture(trainer, job, emulation, args.out)
             first = args.grow_from[min(len(results), len(args.grow_from) - 1)]
             results[name] = grow(trainer, job, found, first, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import mics
+from mics.activations import _warn_about_cache
 from mics.engine import engine_of
 from tests.compare import SHARDINGS, assert_trains_like_plain
 from tests.ranks import run_ranks
@@ -163,7 +165,7 @@ def _with_activations(build: Any) -> list[tuple[list[float], int]]:
         model = mics.shard(build(), partition_size=2, activations=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses, away = [], 0
-        with patch("mics.offload._LEAST_NBYTES", 1):  # these models are small
+        with patch("mics.offload.LEAST_NBYTES", 1):  # these models are small
             for step in range(4):
                 for micro in mics.microsteps(model, range(2)):
                     loss = _loss(model, _batch(step, micro, torch.distributed.get_rank()))
@@ -206,5 +208,30 @@ def _masked_losses(policy: mics.Activations | None) -> list[float]:
 
 
 def test_a_cache_among_the_positional_arguments() -> None:
-    """GPT-2 passes it so; what is computed again must not write into it twice."""
-    assert _masked_losses(mics.Activations()) == _masked_losses(None)
+    """GPT-2 passes it so; what is computed again must not write into it twice. The user is told once."""
+    _warn_about_cache.cache_clear()
+    with pytest.warns(UserWarning, match="stays empty in training") as warned:
+        found = _masked_losses(mics.Activations())
+    assert found == _masked_losses(None) and len(warned) == 1
+
+
+@pytest.mark.parametrize("build", [_gpt2, _llama, _t5])
+def test_layers_that_are_computed_again_among_others(build: Any) -> None:
+    """Those that are not must not fill the cache either: the next one would find it filled."""
+    losses = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _warn_about_cache()  # once
+    for every in (0, 1, 2):
+        torch.manual_seed(0)
+        policy = mics.Activations(every=every, checkpoint="unit") if every else None
+        model = mics.shard(build(), partition_size=1, activations=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses[every] = []
+        for step in range(2):
+            loss = _loss(model, _batch(step, 0, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[every].append(loss.item())
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-4)

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 import mics
+from mics.clusters import find_cluster
 from mics.engine import engine_of
 from tests.ranks import run_ranks
 
@@ -188,3 +189,11 @@ def test_chunks_on_their_way(partition_size: int, sharding: str, lean: bool) -> 
             assert predicted is not None and measured is not None and measured > 10_000
             # The ranks' agreement at the boundary passes through a little memory too.
             assert predicted <= measured <= predicted + 4096, precision
+
+
+def test_imagined_ranks_put_nothing_on_the_wire() -> None:
+    with mics.emulate(find_cluster("dgx-h100:1")):
+        model = mics.shard(Stack(8, 3), partition_size=8)
+        model(torch.rand(4, 8)).sum().backward()
+        term = mics.memory(model, show=False)["wire"]
+    assert term.predicted == term.measured == 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Literal
 
 import torch
@@ -14,33 +15,40 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mics.errors import MicsError, SettingsError
-from mics.offload import Offloader
+from mics.offload import LEAST_NBYTES, Offloader
+from mics.saved import SavedInputs
+from mics.tensor_trees import put_together, take_apart
+
+Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """What happens to the activations of units.
 
-    ``checkpoint``: "unit" computes units again in their backward, "none" none of them, and a callable those
-    for which it returns True. ``every``: with "unit", only every so many-th. ``offload``: what checkpoints
-    save (and what the other units save) goes to host memory: all of it, a fraction (float) or at most so many
-    bytes (int) of a micro-step. ``keep_last``: units whose activations stay on the device because backward
-    needs them at once. ``check_determinism`` compares shapes and formats of what is computed again with those
-    of the first time.
+    ``checkpoint``: "unit" computes units again in their backward, "none" none of them, a class of modules
+    those of that class, and a callable those for which it returns True. ``every``: with "unit", only every so
+    many-th. ``offload``: what checkpoints save goes to host memory: all of it (True), that of a fraction
+    (float) of the units, the first ones, or at most so many bytes (int) at a time.
+    ``offload_uncheckpointed``: so does whatever else units save that are not computed again; "auto" where
+    none is. ``keep_last``: units whose activations stay on the device because backward needs them at once.
+    ``check_determinism`` compares shapes and formats of what is computed again with those of the first time.
     """
 
-    checkpoint: Literal["unit", "none"] | Callable[[nn.Module], bool] = "unit"
+    checkpoint: Literal["unit", "none"] | type[nn.Module] | Callable[[nn.Module], bool] = "unit"
     every: int = 1
     offload: bool | float | int = False
+    offload_uncheckpointed: Literal["auto"] | bool = "auto"
     keep_last: Literal["auto"] | int = "auto"
     preserve_rng_state: bool = True
     check_determinism: bool = True
 
     def __post_init__(self) -> None:
         chosen = self.checkpoint
-        if not (chosen in ("unit", "none") or callable(chosen)):
+        if not (callable(chosen) or (isinstance(chosen, str) and chosen in ("unit", "none"))):
             raise SettingsError(
-                f'Activations.checkpoint: expected "unit", "none" or a callable, found {chosen!r}'
+                f'Activations.checkpoint: expected "unit", "none", a class of modules or a callable, found '
+                f"{chosen!r}"
             )
         if not _is_count(self.every, least=1):
             raise SettingsError(f"Activations.every: expected a number from 1, found {self.every!r}")
@@ -49,14 +57,25 @@ class Activations:
                 f'Activations.every: expected 1 unless checkpoint is "unit", found {self.every} with '
                 f"checkpoint={chosen!r}"
             )
-        if isinstance(self.offload, bool | int):
-            right = self.offload >= 0
+        offload = self.offload
+        if isinstance(offload, bool):
+            right = True
+        elif isinstance(offload, int):  # 1 is no fraction, and was not meant to be a byte
+            right = offload == 0 or offload >= LEAST_NBYTES
         else:
-            right = isinstance(self.offload, float) and 0.0 <= self.offload <= 1.0
+            right = isinstance(offload, float) and 0.0 <= offload <= 1.0
         if not right:
             raise SettingsError(
-                "Activations.offload: expected a bool, a fraction from 0.0 to 1.0 or a number of bytes, "
-                f"found {self.offload!r}"
+                "Activations.offload: expected a bool, a fraction from 0.0 to 1.0 (a float) or a number of "
+                f"bytes from {LEAST_NBYTES} (an int; smaller tensors stay), found {offload!r}"
+            )
+        for name in ("preserve_rng_state", "check_determinism"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingsError(f"Activations.{name}: expected a bool, found {getattr(self, name)!r}")
+        if not (isinstance(self.offload_uncheckpointed, bool) or self.offload_uncheckpointed == "auto"):
+            raise SettingsError(
+                'Activations.offload_uncheckpointed: expected "auto", True or False, found '
+                f"{self.offload_uncheckpointed!r}"
             )
         if self.keep_last != "auto" and not _is_count(self.keep_last, least=0):
             raise SettingsError(
@@ -75,11 +94,28 @@ class Activations:
         """Whether the unit with this number is computed again."""
         if self.checkpoint == "unit":
             return number % self.every == 0
+        if isinstance(self.checkpoint, type):
+            return isinstance(module, self.checkpoint)
         return callable(self.checkpoint) and bool(self.checkpoint(module))
+
+    def moves(self, *, recomputes: bool) -> bool:
+        """Whether what a unit saves goes to host memory, as far as the other settings allow."""
+        others = self.offload_uncheckpointed
+        return bool(self.offload) and (
+            recomputes or (self.checkpoint == "none" if others == "auto" else others)
+        )
 
 
 def _is_count(value: object, *, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was made of a policy."""
+
+    offloader: Offloader | None  # what moves activations, if anything does
+    inputs: SavedInputs | None  # what checkpoints keep, where nothing is moved
 
 
 def apply_activations(
@@ -89,24 +125,95 @@ def apply_activations(
     device: torch.device,
     is_parameter: Callable[[Tensor], bool],
     ranks_on_node: int,
-) -> Offloader | None:
-    """Let the forwards of ``modules`` follow ``policy``. What moves their activations, if anything does."""
-    offloader = None
-    if policy.offload:
+) -> Applied:
+    """Let the forwards of ``modules`` follow ``policy``."""
+    recomputed = [policy.takes(number, module) for number, module in enumerate(modules)]
+    moved = [policy.moves(recomputes=recomputes) for recomputes in recomputed]
+    offloader, inputs = None, None
+    if any(moved):
         fraction, limit = policy.share()
         offloader = Offloader(
             device,
             fraction=fraction,
             limit=limit,
             keep_last=None if policy.keep_last == "auto" else policy.keep_last,
-            num_units=len(modules),
+            num_units=sum(moved),
             num_sharing=ranks_on_node,
         )
-    for number, module in enumerate(modules):
-        recompute = policy.takes(number, module)
-        if recompute or offloader is not None:
-            module.forward = _wrapped(module, policy if recompute else None, offloader, is_parameter)
-    return offloader
+    elif any(recomputed):
+        inputs = SavedInputs(sum(recomputed))
+    for module, recomputes, moves in zip(modules, recomputed, moved, strict=True):
+        forward = module.forward
+        if recomputes:
+            forward = _computed_again(forward, policy, offloader, inputs)
+        if any(recomputed):
+            forward = _without_cache(module, forward, recomputes=recomputes)
+        if moves:
+            assert offloader is not None
+            forward = _moved(forward, offloader, is_parameter)
+        if forward is not module.forward:
+            # Without gradients nothing is saved, and caches are there to be filled.
+            module.forward = _with_gradients(module.forward, forward)
+    return Applied(offloader, inputs)
+
+
+def _with_gradients(plain: Forward, forward: Forward) -> Forward:
+    @wraps(plain)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    return chosen
+
+
+def _moved(forward: Forward, offloader: Offloader, is_parameter: Callable[[Tensor], bool]) -> Forward:
+    """What it saves on its way to the host."""
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if offloader.is_covered else offloader.saving(is_parameter):
+            return forward(*args, **kwargs)
+
+    return moved
+
+
+def _computed_again(
+    forward: Forward, policy: Activations, offloader: Offloader | None, inputs: SavedInputs | None
+) -> Forward:
+    """Under a checkpoint."""
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with offloader.covering() if offloader is not None else nullcontext():
+            return forward(*args, **kwargs)
+
+    def under_checkpoint(call: Callable[..., Any], *values: Any) -> Any:
+        return checkpoint(
+            call,
+            *values,
+            use_reentrant=False,
+            preserve_rng_state=policy.preserve_rng_state,
+            determinism_check="default" if policy.check_determinism else "none",
+        )
+
+    def computed_again(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which follows arguments as they are, and no detours
+            num_args, names = len(args), list(kwargs)
+
+            def traced(*now: Any) -> Any:
+                return run(now[:num_args], dict(zip(names, now[num_args:], strict=True)))
+
+            return under_checkpoint(traced, *args, *kwargs.values())
+        rest, tensors = take_apart((args, kwargs))
+        if inputs is not None:
+            inputs.add(tensors)
+        # The first time as it was called: the caller may want to see what is left in a list.
+        at_first = [(args, kwargs)]
+
+        def call(*values: Tensor) -> Any:
+            return run(*(at_first.pop() if at_first else put_together(rest, values)))
+
+        # Tensors in containers too, each by position: what a checkpoint does not see is not moved.
+        return under_checkpoint(call, *tensors)
+
+    return computed_again
 
 
 def _is_cache(value: object) -> bool:
@@ -114,57 +221,42 @@ def _is_cache(value: object) -> bool:
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
-def _without_cache(value: Any) -> Any:
-    """Computing again would write into a cache again. Training reads none, unless it began filled."""
-    if not _is_cache(value):
-        return value
-    length = value.get_seq_length()
-    if length > 0:
-        raise MicsError(
-            "a cache of keys and values: expected it to be empty in a unit that is computed again in its "
-            f"backward, found {length} tokens; train without it, or leave the unit out "
-            "(Activations.checkpoint)"
-        )
-    return None
+def _without_cache(module: nn.Module, forward: Forward, *, recomputes: bool) -> Forward:
+    """Computing again would write into a cache again. Training reads none, unless it began filled.
 
+    Units that are not computed again get none either: the others would take it for one that began filled.
+    """
 
-def _wrapped(
-    module: nn.Module,
-    policy: Activations | None,
-    offloader: Offloader | None,
-    is_parameter: Callable[[Tensor], bool],
-) -> Callable[..., Any]:
-    """The forward of ``module`` under a checkpoint (with a policy), what it saves on its way to the host."""
-    forward = module.forward
-
-    def compute_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert policy is not None
-        num_args, names = len(args), list(kwargs)
-
-        def run(*values: Any) -> Any:
-            with offloader.covering() if offloader is not None else nullcontext():
-                return forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
-
-        # By position: what comes by name would collide with the checkpoint's own names, and not be moved.
-        return checkpoint(
-            run,
-            *(_without_cache(value) for value in args),
-            *(_without_cache(value) if name != "use_cache" else False for name, value in kwargs.items()),
-            use_reentrant=False,
-            preserve_rng_state=policy.preserve_rng_state,
-            determinism_check="default" if policy.check_determinism else "none",
-        )
-
-    @wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+    def without_cache(*args: Any, **kwargs: Any) -> Any:
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if not caches:
             return forward(*args, **kwargs)
-        # Out of training a cache is there to be filled.
-        generates = not module.training and any(map(_is_cache, (*args, *kwargs.values())))
-        moves = offloader is not None and not offloader.is_covered
-        with offloader.saving(is_parameter) if offloader is not None and moves else nullcontext():
-            if policy is None or generates:
-                return forward(*args, **kwargs)
-            return compute_again(args, kwargs)
+        if not module.training:  # it is there to be filled
+            return module_forward(*args, **kwargs)
+        length = max(cache.get_seq_length() for cache in caches)
+        if length > 0 and recomputes:
+            raise MicsError(
+                "a cache of keys and values: expected it to be empty in a unit that is computed again in its "
+                f"backward, found {length} tokens; train without it, or leave the unit out "
+                "(Activations.checkpoint)"
+            )
+        if length > 0:
+            return forward(*args, **kwargs)
+        _warn_about_cache()
+        kept = {
+            name: None if _is_cache(value) else False if name == "use_cache" else value
+            for name, value in kwargs.items()
+        }
+        return forward(*(None if _is_cache(value) else value for value in args), **kept)
 
-    return wrapped
+    module_forward = module.forward
+    return without_cache
+
+
+@cache
+def _warn_about_cache() -> None:
+    warnings.warn(
+        "mics.Activations: a cache of keys and values stays empty in training, because units are computed "
+        "again; use_cache=False says that none is wanted",
+        stacklevel=2,
+    )

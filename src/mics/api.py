@@ -254,9 +254,9 @@ def _build(
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
     )
     synchronize_buffers = BufferSync(model, mesh.world)
-    offloader = None
+    offloader, saved_inputs = None, None
     if settings.activations is not None:
-        offloader = apply_activations(
+        applied = apply_activations(
             settings.activations,
             settings.blocks,
             device=settings.device,
@@ -264,6 +264,7 @@ def _build(
             # An emulated node's other ranks are imagined: they take no memory.
             ranks_on_node=1 if emulated_cluster() is not None else node_names.count(node_names[world.rank]),
         )
+        offloader, saved_inputs = applied.offloader, applied.inputs
 
     def before_forward() -> None:
         boundary.before_forward()
@@ -294,6 +295,7 @@ def _build(
         traffic=counter,
         device=settings.device,
         offloader=offloader,
+        saved_inputs=saved_inputs,
     )
     attach_engine(model, engine)
     return model

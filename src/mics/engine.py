@@ -12,6 +12,7 @@ from mics.comm import TrafficCounter, World
 from mics.comm.world import MeshCollectives
 from mics.errors import SettingsError
 from mics.offload import Offloader
+from mics.saved import SavedInputs
 from mics.schedule import Schedule
 from mics.topology import Topology
 from mics.unit import Unit
@@ -33,6 +34,7 @@ class Engine:
     traffic: TrafficCounter
     device: torch.device
     offloader: Offloader | None = None
+    saved_inputs: SavedInputs | None = None
 
 
 def attach_engine(model: nn.Module, engine: Engine) -> None:

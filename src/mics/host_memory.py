@@ -14,6 +14,16 @@ from mics.errors import MicsError
 
 _MARGIN_NBYTES: Final = 1 << 30  # of the host's memory that is left to others
 _CGROUP: Final = Path("/sys/fs/cgroup")
+# Limit, use, and what in memory.stat is pages of files: of the second version of cgroups, and of the first.
+_CGROUP_FILES: Final = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file "),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file ",
+    ),
+)
 _GIB: Final = 2**30
 
 
@@ -67,8 +77,10 @@ class HostPool:
         )
 
     def _room_for(self, nbytes: int) -> bool:
+        if nbytes <= self.nbytes or self._share is None:
+            return True
         available = available_nbytes()
-        if available is None or self._share is None or nbytes <= self.nbytes:
+        if available is None:
             return True
         return nbytes <= self._share and nbytes - self.nbytes + _MARGIN_NBYTES <= available
 
@@ -77,7 +89,9 @@ class HostPool:
         place = next((i for i, buffer in enumerate(self._free) if buffer.numel() >= nbytes), None)
         if place is not None:
             return self._free.pop(place)
-        if self._free:
+        dropped = 0
+        while self._free and dropped < nbytes:  # too small for what is wanted now
+            dropped += self._free[-1].numel()
             self._drop(self._free.pop())
         self.require(self.nbytes + nbytes, what)
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -132,14 +146,18 @@ def _of_the_host() -> int | None:
 
 
 def _of_the_container() -> int | None:
+    found = [_left_in_container(*files) for files in _CGROUP_FILES]
+    return min((nbytes for nbytes in found if nbytes is not None), default=None)
+
+
+def _left_in_container(limit_file: str, used_file: str, statistics_file: str, files: str) -> int | None:
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        statistics = (_CGROUP / "memory.stat").read_text().splitlines()
+        limit = (_CGROUP / limit_file).read_text().strip()
+        used = int((_CGROUP / used_file).read_text())
+        statistics = (_CGROUP / statistics_file).read_text().splitlines()
     except (OSError, ValueError):
         return None
     if not limit.isdecimal():
         return None
     # Pages of files are given up when somebody needs the memory.
-    files = [int(line.split()[1]) for line in statistics if line.startswith("inactive_file ")]
-    return int(limit) - used + sum(files)
+    return int(limit) - used + sum(int(line.split()[1]) for line in statistics if line.startswith(files))

@@ -46,7 +46,10 @@ class MemoryReport:
 
     def __getitem__(self, name: str) -> MemoryTerm:
         """The term with this name."""
-        return next(term for term in self.terms if term.name == name)
+        found = {term.name: term for term in self.terms}
+        if name not in found:
+            raise KeyError(f"expected one of {', '.join(found)}, found {name!r}")
+        return found[name]
 
     def total(self, where: Literal["device", "host"]) -> int:
         """Measured bytes of all terms there."""
@@ -162,21 +165,28 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     yield _on_device("buffers", "of modules, whole on every rank", whole, _nbytes(buffers))
     if engine.offloader is not None:
         yield from _activation_terms(engine.offloader)
+    if engine.saved_inputs is not None:
+        yield _on_device(
+            "saved activations",
+            "inputs of units that are computed again",
+            engine.saved_inputs.expected_nbytes(),
+            engine.saved_inputs.held_nbytes(),
+        )
 
 
 def _activation_terms(offloader: Offloader) -> Iterator[MemoryTerm]:
-    saved, away = offloader.expected_nbytes()
+    expected = offloader.expected_nbytes()
     yield _on_device(
         "saved activations",
         "of units: those that stay, and those that are on their way",
-        saved - away if saved else None,
+        None if expected is None else expected.on_device,
         offloader.held_nbytes(),
     )
     yield MemoryTerm(
         name="offloaded activations",
         where="host",
         about="of units; kept from step to step",
-        predicted=away if saved else None,
+        predicted=None if expected is None else expected.on_host,
         measured=offloader.pool.nbytes,
     )
 

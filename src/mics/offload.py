@@ -8,6 +8,7 @@ ahead of time. On a CPU the same code makes plain copies: what is tested there i
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mics.comm.lanes import INLINE, Lane, StreamLane
 from mics.host_memory import HostPool
 from mics.plans import Plans, Prefetch
-from mics.saved import Held, Kept, Saved, contiguous_stride, extent_nbytes
+from mics.saved import Held, Kept, Saved, View, spanned_nbytes
 from mics.transfer_clock import TransferClock
 
-_LEAST_NBYTES: Final = 1 << 16  # smaller tensors stay: a copy would cost more than their memory is worth
+LEAST_NBYTES: Final = 1 << 16
+"""Smaller tensors stay: a copy would cost more than their memory is worth."""
+_LEAST_PART: Final = 1 / 8  # of memory that is not whole; where less of it is used, it stays
+
+
+@dataclass
+class GroupBytes:
+    """What a group saved."""
+
+    stay: int = 0
+    pass_by: int = 0  # on the device until the next unit has ended
+    leave: int = 0  # for the host: once, whoever else saves it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedBytes:
+    """Of a forward."""
+
+    on_device: int  # at once, at the most
+    stays: int  # of it, for good
+    on_host: int
 
 
 @dataclass(eq=False)
@@ -35,6 +56,7 @@ class Group:
 
     forward: int  # number of the model's forward
     place: int  # among the groups of that forward
+    sizes: GroupBytes = field(default_factory=GroupBytes)
     members: list[ref[Saved]] = field(default_factory=list)
     is_wanted: bool = False  # the backward has come to it, or it was sent for
     is_reached: bool = False
@@ -45,6 +67,7 @@ class Packed:
     """What autograd holds in place of a saved tensor that may leave."""
 
     saved: Saved
+    view: View
     group: Group
 
 
@@ -80,11 +103,13 @@ class Offloader:
         self._limit = limit  # up to so many bytes a forward
         self._keep_last = keep_last  # groups that stay; None: as many as are sent for ahead
         self._num_forwards = 0
+        self._num_begun = 0  # forwards, also those that go on where one ended
+        self._num_open = 0  # units in whose forward what they save is watched
         self._num_groups = 0  # of this forward
-        self._expected = (num_units, 0)  # groups and bytes of a forward
-        self._last_offloaded_nbytes = 0  # of the forward before
+        self._of_groups: list[GroupBytes] = []
+        self._of_groups_before: list[GroupBytes] = []  # in the forward before
+        self._expected_groups = num_units  # of a forward
         self._last_peak = 0
-        self._asked_nbytes = 0  # of the largest group that host memory was asked for
         self.is_covered = False  # a unit is at work that keeps nothing but its input
         self._known: WeakValueDictionary[tuple[Any, ...], Saved] = WeakValueDictionary()
         self._groups: WeakValueDictionary[tuple[int, int], Group] = WeakValueDictionary()
@@ -102,25 +127,38 @@ class Offloader:
 
         So several forwards before a backward are one, also where units are called one by one.
         """
+        self._num_begun += 1
         if self._last is None:
             return
         self._let_go(but=0)
         if self.saved_nbytes:
-            self._expected = (self._num_groups, self.saved_nbytes)
-            self._last_offloaded_nbytes, self._last_peak = self.offloaded_nbytes, self._held.peak
+            self._expected_groups = self._num_groups
+            self._of_groups_before, self._last_peak = self._of_groups, self._held.peak
         self.plans.begin()
         if self._clock is not None and self._clock.is_read():
             self.plans.look_ahead(Prefetch(units=self._clock.horizon()))
             self._clock = None
         self._num_forwards += 1
         self._num_groups = self.offloaded_nbytes = self.saved_nbytes = 0
+        self._of_groups = []
         self._held.peak = self._held.nbytes
         self._last = None
 
-    def expected_nbytes(self) -> tuple[int, int]:
-        """Bytes that units save in a forward, and how many of them leave; zeros before a step has shown."""
-        _, saved = self._expected
-        return saved, self._last_offloaded_nbytes if saved else 0
+    def expected_nbytes(self) -> ExpectedBytes | None:
+        """By what units save; None before a step has shown it.
+
+        What a unit sends away is on the device until the next one has ended.
+        """
+        groups = self._of_groups if self._last is not None else self._of_groups_before
+        if not groups:
+            return None
+        most = staying = passing = 0
+        for group in groups:
+            staying += group.stay
+            most = max(most, staying + passing + group.pass_by)
+            passing = group.pass_by
+        on_host = sum(group.leave for group in groups)
+        return ExpectedBytes(on_device=most, stays=staying, on_host=on_host)
 
     def held_nbytes(self) -> int:
         """The most bytes of saved activations that were on the device at once in the last forward."""
@@ -133,21 +171,27 @@ class Offloader:
         self._num_groups += 1
         self._groups[group.forward, group.place] = group
         self._leaving.append([])
+        self._of_groups.append(group.sizes)
 
         def pack(tensor: Tensor) -> Any:
+            if not _is_plain(tensor):
+                return Kept(tensor)
             if stays(tensor):
                 return tensor
-            if not self._can_leave(tensor):
-                return Kept(tensor, tensor._version)
             saved = self._save(tensor, group)
+            if saved is None:
+                return Kept(tensor)
             group.members.append(ref(saved))
-            return Packed(saved, group)
+            return Packed(saved, View.of(tensor), group)
 
-        before = self.saved_nbytes
-        with saved_tensors_hooks(pack, self._unpack):
-            yield
+        self._num_open += 1
+        try:
+            with saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:
+            self._num_open -= 1
         self._held.peak = max(self._held.peak, self._held.nbytes)
-        self._ask_for_host_memory(self.saved_nbytes - before)
+        self._ask_for_host_memory(group)
         self._let_go()
 
     @contextmanager
@@ -161,62 +205,60 @@ class Offloader:
 
     # -- forward ----------------------------------------------------------------------------------------
 
-    def _can_leave(self, tensor: Tensor) -> bool:
-        nbytes = tensor.numel() * tensor.element_size()
-        return (
-            nbytes >= _LEAST_NBYTES
-            and tensor.device.type == self._device.type
-            and type(tensor) in (Tensor, torch.nn.Parameter)
-            and tensor.layout is torch.strided
-            and not (tensor.is_conj() or tensor.is_neg())
-            # Expanded ones are smaller where they are, and of narrow slices little would be freed.
-            and nbytes <= extent_nbytes(tensor) <= 2 * nbytes
-        )
-
-    def _save(self, tensor: Tensor, group: Group) -> Saved:
-        key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
+    def _save(self, tensor: Tensor, group: Group) -> Saved | None:
+        """The memory of ``tensor``, which may leave; None: it stays."""
+        if tensor.device.type != self._device.type:
+            return None
+        storage = tensor.untyped_storage()
+        # By forward: between two of them memory may be filled anew without a trace (by a broadcast, say).
+        key = (storage.data_ptr(), storage.nbytes(), tensor._version, self._num_begun)
         known = self._known.get(key)
         if known is not None and not known.memory.expired():
             # Several units save it, and somebody has held it all the while. What is on the host serves again.
-            if known.device_copy is None:
+            if known.on_device is None:
                 known.be_on_device(tensor.detach(), is_original=True)
                 self._leaving[-1].append(ref(known))
+                group.sizes.pass_by += known.nbytes
             return known
-        stride = tensor.stride()
-        dense = extent_nbytes(tensor) == tensor.numel() * tensor.element_size()
+        nbytes = storage.nbytes()
+        if nbytes < LEAST_NBYTES or spanned_nbytes(tensor) < _LEAST_PART * nbytes:
+            return None
         saved = Saved(
-            memory=StorageWeakRef(tensor.untyped_storage()),
+            memory=StorageWeakRef(storage),
             version=tensor._version,
-            shape=tensor.shape,
-            stride=stride,
-            # A copy between memory with gaps and pinned memory would go through memory that is not.
-            host_stride=stride if dense else contiguous_stride(tensor.shape),
-            dtype=tensor.dtype,
+            nbytes=nbytes,
             pool=self.pool,
             held=self._held,
         )
         saved.be_on_device(tensor.detach(), is_original=True)
         self._known[key] = saved
-        self.saved_nbytes += saved.nbytes
+        self.saved_nbytes += nbytes
         if self._should_leave(saved, group):
             self._send_away(saved)
+            group.sizes.leave += nbytes
+            group.sizes.pass_by += nbytes
+        else:
+            group.sizes.stay += nbytes
         return saved
 
     def _should_leave(self, saved: Saved, group: Group) -> bool:
         """The last ones stay, because backward needs them at once; so does what is over the budget."""
-        num_groups, nbytes = self._expected
-        keep = self.horizon if self._keep_last is None else self._keep_last
-        place = group.place % num_groups  # behind a forward that nobody went back through there are more
-        if nbytes and place >= num_groups - keep:
+        if group.place % self._expected_groups >= self._num_leaving():
             return False
-        if self._fraction is not None:  # of the units: the first ones wait longest
-            return place < self._fraction * num_groups
         return self.pool.used_nbytes + saved.nbytes <= self._limit
+
+    def _num_leaving(self) -> float:
+        """Groups of a forward that leave, the first ones: they wait longest.
+
+        There are more groups behind a forward that nobody went back through.
+        """
+        keep = self.horizon if self._keep_last is None else self._keep_last
+        share = 1.0 if self._fraction is None else self._fraction
+        return min(self._expected_groups - keep, share * self._expected_groups)
 
     def _send_away(self, saved: Saved) -> None:
         saved.host = self.pool.take(saved.nbytes, "saved activations")
-        source, target = saved.device_copy, saved.host_view()
-        assert source is not None
+        source, target = saved.device_bytes(), saved.host_bytes()
 
         def copy() -> None:
             target.copy_(source, non_blocking=True)
@@ -230,18 +272,20 @@ class Offloader:
         while len(self._leaving) > but:
             for member in self._leaving.pop(0):
                 saved = member()
-                if saved is not None and saved.device_copy is not None:
+                if saved is not None and saved.on_device is not None:
                     saved.leave_device()
 
-    def _ask_for_host_memory(self, group_nbytes: int) -> None:
-        """A unit has shown what units save. Others will want as much: better to know now."""
-        if group_nbytes <= self._asked_nbytes:
-            return
-        self._asked_nbytes = group_nbytes
-        num_units, _ = self._expected
-        share = 1.0 if self._fraction is None else self._fraction
-        wanted = min(num_units * group_nbytes * share, self._limit)
-        self.pool.require(int(wanted), f"what {num_units} units save in a forward")
+    def _ask_for_host_memory(self, group: Group) -> None:
+        """Units that are to come will want what the most modest one wanted: better to know now.
+
+        After two of them: the first may be the one that is unlike all others.
+        """
+        sizes = [each.leave for each in self._of_groups if each.leave]
+        place = group.place % self._expected_groups
+        to_come = math.ceil(self._num_leaving() - place - 1)
+        if len(sizes) > 1 and to_come > 0:
+            wanted = min(self.pool.used_nbytes + to_come * min(sizes), self._limit)
+            self.pool.require(int(wanted), f"what {self._expected_groups} units save in a forward, at least")
 
     # -- backward ---------------------------------------------------------------------------------------
 
@@ -252,14 +296,13 @@ class Offloader:
             found: Tensor = packed
             return found
         saved, group = packed.saved, packed.group
-        if not group.is_reached:
+        # A unit that takes a gradient in its own forward does not begin a backward.
+        if not group.is_reached and self._num_open == 0:
             self._reach(group)
         self._bring_back(saved)
-        saved.check()
         if not saved.is_original:
             saved.moved.wait()
-        assert saved.device_copy is not None
-        return saved.device_copy
+        return saved.seen_as(packed.view)
 
     def _reach(self, group: Group) -> None:
         """The backward has come to ``group``: send for it as a whole, and for what will follow."""
@@ -291,10 +334,10 @@ class Offloader:
                     self._bring_back(saved)
 
     def _bring_back(self, saved: Saved) -> None:
-        if saved.device_copy is not None:
+        if saved.on_device is not None:
             return
-        here = torch.empty_strided(saved.shape, saved.stride, dtype=saved.dtype, device=self._device)
-        source = saved.host_view()
+        here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device)
+        source = saved.host_bytes()
 
         def copy() -> None:
             here.copy_(source, non_blocking=True)
@@ -309,3 +352,12 @@ class Offloader:
         assert self._clock is not None
         with self._clock.transfer():
             copy()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is a view of memory and no more than that."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,59 +24,81 @@ class Held:
         self.nbytes += nbytes
 
 
-@dataclass(eq=False)
-class Saved:
-    """One tensor that autograd saved. It is on the device, on the host, or on its way."""
+@dataclass(frozen=True)
+class View:
+    """How a tensor looks at memory."""
 
-    memory: StorageWeakRef  # of the tensor itself: whoever else holds it keeps it alive
-    version: int  # of the tensor when it was saved
+    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    host_stride: tuple[int, ...]  # the same, or without gaps
-    dtype: torch.dtype
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+@dataclass(eq=False)
+class Saved:
+    """The memory behind tensors that autograd saved. It is on the device, on the host, or on its way.
+
+    Whole, whatever part of it a tensor is: the thirds of one projection leave together and once.
+    """
+
+    memory: StorageWeakRef  # that was saved: whoever else holds it keeps it alive
+    version: int  # when it was saved
+    nbytes: int
     pool: HostPool
     held: Held
-    device_copy: Tensor | None = None
-    is_original: bool = True  # ``device_copy`` is the tensor that was saved
+    on_device: Tensor | None = None  # a tensor in it
+    is_original: bool = True  # ``on_device`` is in the memory that was saved, not in a copy of it
     host: Tensor | None = None
     moved: Ticket = DONE  # the copy that is under way, in either direction
     edited: bool = False  # in place, before it had left
 
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
     def be_on_device(self, tensor: Tensor, *, is_original: bool) -> None:
-        if self.device_copy is None:
+        if self.on_device is None:
             self.held.add(self.nbytes)
-        self.device_copy, self.is_original = tensor, is_original
+        self.on_device, self.is_original = tensor, is_original
 
     def leave_device(self) -> None:
         """Whoever uses this memory next does so after the copy to the host."""
-        assert self.device_copy is not None
+        assert self.on_device is not None
         self.moved.wait()
         self.edited = self.edited or self._was_edited()
-        self.device_copy = None
+        self.on_device = None
         self.held.add(-self.nbytes)
 
     def _was_edited(self) -> bool:
-        return self.is_original and self.device_copy is not None and self.device_copy._version != self.version
+        return self.is_original and self.on_device is not None and self.on_device._version != self.version
 
-    def check(self) -> None:
-        """Raise, as torch does, if somebody has changed what was saved."""
+    def seen_as(self, view: View) -> Tensor:
+        """The tensor that was saved; raises, as torch does, if somebody has changed it meanwhile."""
+        assert self.on_device is not None
         if self.edited or self._was_edited():
-            raise _changed(self.shape, self.version)
+            raise _changed(view.shape, self.version)
+        return _look(self.on_device, view)
+
+    def device_bytes(self) -> Tensor:
+        assert self.on_device is not None
+        return _look(self.on_device, View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0))
+
+    def host_bytes(self) -> Tensor:
+        assert self.host is not None
+        return self.host[: self.nbytes]
 
     def __del__(self) -> None:
-        if self.device_copy is not None:
+        if self.on_device is not None:
             self.held.add(-self.nbytes)
         if self.host is not None:
             self.moved.wait()  # another tensor's values come next
             self.pool.give_back(self.host)
 
-    def host_view(self) -> Tensor:
-        assert self.host is not None
-        return self.host[: self.nbytes].view(self.dtype).as_strided(self.shape, self.host_stride)
+
+def _look(tensor: Tensor, view: View) -> Tensor:
+    """Another view of the memory behind ``tensor``."""
+    found = torch.empty(0, dtype=view.dtype, device=tensor.device)
+    return found.set_(tensor.untyped_storage(), view.offset, view.shape, view.stride)
 
 
 def _changed(shape: torch.Size, version: int) -> RuntimeError:
@@ -85,31 +108,67 @@ def _changed(shape: torch.Size, version: int) -> RuntimeError:
     )
 
 
-@dataclass(frozen=True, eq=False)
 class Kept:
-    """What it holds in place of one that stays. torch does not look for edits where there are hooks."""
+    """What autograd holds in place of a tensor that stays. It does not look for edits where there are hooks.
 
-    tensor: Tensor
-    version: int
+    Detached: an output that its own graph held would never be freed.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
 
     def check(self) -> Tensor:
         """The tensor, if nobody has changed it."""
-        if self.tensor._version != self.version:
-            raise _changed(self.tensor.shape, self.version)
-        return self.tensor
+        if self._tensor._version != self._version:
+            raise _changed(self._tensor.shape, self._version)
+        return self._tensor
 
 
-def extent_nbytes(tensor: Tensor) -> int:
-    """From the first to the last byte that a tensor has; less than its size if elements share memory."""
+class SavedInputs:
+    """What checkpoints keep on the device where nothing is moved: for the memory report."""
+
+    def __init__(self, num_units: int) -> None:
+        self._num_units = num_units
+        self._of_a_unit = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
+        self._now = self._peak = self._last_peak = 0
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """A unit's inputs are saved."""
+        self._drop_freed()
+        if not self._alive:
+            self._last_peak = self._peak
+            self._now = self._peak = self._of_a_unit = 0
+        before = self._now
+        for tensor in tensors:
+            if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._alive:
+                    self._alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+                    self._now += storage.nbytes()
+        self._of_a_unit = max(self._of_a_unit, self._now - before)
+        self._peak = max(self._peak, self._now)
+
+    def _drop_freed(self) -> None:
+        for address, (memory, nbytes) in list(self._alive.items()):
+            if memory.expired():
+                del self._alive[address]
+                self._now -= nbytes
+
+    def expected_nbytes(self) -> int | None:
+        """As much for every unit as the one that kept most; None before one has."""
+        return self._num_units * self._of_a_unit or None
+
+    def held_nbytes(self) -> int:
+        """The most bytes at once since the last backward."""
+        return self._peak or self._last_peak
+
+
+def spanned_nbytes(tensor: Tensor) -> int:
+    """Bytes of memory that a tensor's elements are in: fewer than they have if some share theirs."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
-
-
-def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    return min(span, tensor.numel()) * tensor.element_size()

@@ -248,6 +248,7 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "precision": str(settings.precision),
         "prefetch": str(settings.prefetch or "auto"),
         "lean": settings.lean,
+        "activations": _account_of(settings),
         "audit_interval": settings.audit_interval,
         "cluster (MICS_CLUSTER)": str(settings.cluster),
         "gpu": _gpu(settings.device),
@@ -256,6 +257,19 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "number of parameters and buffers": len(described),
         "units, parameters and buffers": hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
     }
+
+
+def _account_of(settings: Settings) -> str:
+    """What happens to activations, in words: callables are not the same object on two ranks."""
+    policy = settings.activations
+    if policy is None:
+        return "kept"
+    taken = [number for number, module in enumerate(settings.blocks) if policy.takes(number, module)]
+    units = hashlib.sha256(str(taken).encode()).hexdigest()[:8]
+    return (
+        f"{len(taken)} of {len(settings.blocks)} units computed again ({units}), offload={policy.offload}, "
+        f"offload_uncheckpointed={policy.offload_uncheckpointed}, keep_last={policy.keep_last}"
+    )
 
 
 def _gpu(device: torch.device) -> str | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
-from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Final
 
 import torch
 import torch.nn as nn
@@ -62,44 +61,87 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
 
-    return _changed(value, cast)
+    return _changed(value, Tensor, cast, _PLAIN)
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, Tensor]) -> Any:
-    """``value`` with other tensors in place of some, by their ids; containers that held one are new."""
+    """``value`` with other tensors in place of some, by their ids; what held one is new."""
 
     def replaced(tensor: Tensor) -> Tensor:
         return replacements.get(id(tensor), tensor)
 
-    return _changed(value, replaced, everywhere=True)
+    return _changed(value, Tensor, replaced, _EVERYTHING)
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor], *, everywhere: bool = False) -> Any:
-    """``value`` with its tensors changed: those in plain containers, or in all containers and objects."""
-    if isinstance(value, Tensor):
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor was."""
+
+    number: int
+
+
+def take_apart(value: Any) -> tuple[Any, list[Tensor]]:
+    """What is left of arguments without the tensors in containers and dataclasses, and the tensors."""
+    found: dict[int, tuple[Slot, Tensor]] = {}
+
+    def take(tensor: Tensor) -> Slot:
+        return found.setdefault(id(tensor), (Slot(len(found)), tensor))[0]
+
+    rest = _changed(value, Tensor, take, _CONTAINERS)
+    return rest, [tensor for _, tensor in found.values()]
+
+
+def put_together(rest: Any, tensors: Sequence[Tensor]) -> Any:
+    """The arguments that were taken apart, as new containers."""
+    return _changed(rest, Slot, lambda slot: tensors[slot.number], _CONTAINERS)
+
+
+# What is looked into for tensors: plain containers; mappings and dataclasses too; any object.
+_PLAIN: Final = 0
+_CONTAINERS: Final = 1
+_EVERYTHING: Final = 2
+
+
+def _changed(value: Any, kind: type, change: Callable[[Any], Any], depth: int) -> Any:
+    """``value`` with everything of one kind changed. Objects are copied only if something in them is."""
+
+    def inside(item: Any) -> Any:
+        return _changed(item, kind, change, depth)
+
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_changed(item, change, everywhere=everywhere) for item in value))
+        # Not by its constructor, which may look at what it is given (a PackedSequence does).
+        return tuple.__new__(type(value), map(inside, value))
     if isinstance(value, list | tuple):
-        return type(value)(_changed(item, change, everywhere=everywhere) for item in value)
+        return type(value)(map(inside, value))
     if type(value) is dict:
-        return {key: _changed(item, change, everywhere=everywhere) for key, item in value.items()}
-    if everywhere and next(tensors_in(value), None) is not None:
-        return _copy_with(value, partial(_changed, change=change, everywhere=True))
-    return value
-
-
-def _copy_with(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of a container or an object, with ``change`` made to what it holds."""
+        return {key: inside(item) for key, item in value.items()}
+    if depth == _PLAIN or isinstance(value, Tensor | nn.Module | type):
+        return value
     if isinstance(value, set | frozenset | deque):
-        return type(value)(change(item) for item in value)
+        return type(value)(map(inside, value))
+    parts = _parts(value, depth)
+    changed = {name: inside(part) for name, part in parts.items()}
+    if all(changed[name] is part for name, part in parts.items()):
+        return value
+    return _copy_with(value, changed)
+
+
+def _parts(value: Any, depth: int) -> Mapping[Any, Any]:
+    """What an object holds, by name."""
+    if isinstance(value, MutableMapping):
+        return value
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return vars(value) if depth == _EVERYTHING and hasattr(value, "__dict__") else {}
+
+
+def _copy_with(value: Any, parts: Mapping[Any, Any]) -> Any:
     result = copy(value)
-    if isinstance(value, MutableMapping):  # a Hugging Face output sets its attributes too
-        for key, item in value.items():
-            result[key] = change(item)
-    elif hasattr(value, "__dict__"):
-        vars(result).update({name: change(item) for name, item in vars(value).items()})
-    elif is_dataclass(value):  # with slots, and perhaps frozen
-        for field in fields(value):
-            object.__setattr__(result, field.name, change(getattr(value, field.name)))
+    for name, part in parts.items():
+        if isinstance(value, MutableMapping):  # a Hugging Face output sets its attributes too
+            result[name] = part
+        else:
+            object.__setattr__(result, name, part)  # also where it is frozen, or has slots
     return result

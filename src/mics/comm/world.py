@@ -174,14 +174,15 @@ class World:
         assert replication.position == topology.piece(self.rank), "torch ordered a group differently"
         # Models share process groups, so they share lanes: one order of jobs for each group.
         lanes = self._lanes.setdefault((device, overlap), Lanes(device, overlap=overlap))
+        world = over("world", [tuple(range(self.size))])
         return MeshCollectives(
             gather=LanedCollectives(gather, lanes, gathers),
             reduce=LanedCollectives(reduce, lanes, reductions),
             replication=LanedCollectives(replication, lanes, "replicas"),
-            world=over("world", [tuple(range(self.size))]),
+            world=world,
             lanes=lanes,
             staging=lambda: gather.staging_nbytes + reduce.staging_nbytes + replication.staging_nbytes,
-            over_gloo=device.type == "cpu" and replication.is_real,
+            over_gloo=device.type == "cpu" and world.is_real,
             exchanges_replicas=exchange_replicas,
         )
 

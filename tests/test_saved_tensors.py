@@ -1,0 +1,342 @@
+"""Whatever a unit saves: views, slices and odd layouts leave and come back, and nothing is held for good."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+import mics
+from mics import host_memory
+from mics.engine import engine_of
+from mics.errors import MicsError
+from mics.offload import Offloader
+
+_WIDTH = 64
+_ROWS = 300
+_INPUT = _ROWS * _WIDTH * 4
+
+_ALL = mics.Activations(offload=True, keep_last=0)
+_NONE = mics.Activations(checkpoint="none", offload=True, keep_last=0)
+_EVERY_OTHER = mics.Activations(every=2, offload=True, offload_uncheckpointed=True)
+
+
+class Stack(nn.Module):
+    """Blocks of one kind in a chain."""
+
+    def __init__(self, block: Callable[[], nn.Module], num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Gated(nn.Module):
+    """With a gate so small that it stays: autograd saves it as the output of its own sigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_WIDTH, _WIDTH)
+        self.gate = nn.Linear(_WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.line(x)) * torch.sigmoid(self.gate(x))
+
+
+class Fused(nn.Module):
+    """Attention with one projection for everything: ``groups`` heads of queries, one of keys and values."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups, self.size = groups, _WIDTH // groups
+        self.project = nn.Linear(_WIDTH, (groups + 2) * self.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(x).view(-1, 20, self.groups + 2, self.size).transpose(1, 2)
+        queries, keys, values = parts.split([self.groups, 1, 1], dim=1)
+        shape = queries.shape
+        found = F.scaled_dot_product_attention(queries, keys.expand(shape), values.expand(shape))
+        return x + found.transpose(1, 2).reshape(x.shape)
+
+
+class TakesGradient(nn.Module):
+    """Looks at a gradient of its own in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        y = torch.tanh(self.line(x))
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return torch.tanh(self.line(y + slope))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_WIDTH, _WIDTH)
+        adjacency = (torch.rand(_ROWS, _ROWS, generator=torch.Generator().manual_seed(1)) < 0.05).float()
+        self.adjacency = adjacency.to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.line(torch.sparse.mm(self.adjacency, x)))
+
+
+def _sharded(model: nn.Module, policy: mics.Activations | None) -> tuple[nn.Module, Offloader | None]:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    mics.shard(model, partition_size=1, activations=policy)
+    return model, engine_of(model).offloader
+
+
+def _train(model: nn.Module, batches: list[Any]) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _batches() -> list[Tensor]:
+    return [torch.rand(_ROWS, _WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize("build", [Gated, lambda: Fused(1), lambda: Fused(4), TakesGradient, Sparse])
+def test_what_units_save_comes_back_to_the_bit(build: Callable[[], nn.Module]) -> None:
+    plain = _train(_sharded(Stack(build), None)[0], _batches())
+    for policy in (_ALL, _NONE, _EVERY_OTHER):
+        model, offloader = _sharded(Stack(build), policy)
+        found = _train(model, _batches())
+        assert all(map(torch.equal, found, plain))
+        assert offloader is not None and offloader.offloaded_nbytes > 0
+
+
+@pytest.mark.parametrize("policy", [_ALL, _NONE, _EVERY_OTHER])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_without_a_backward_leaves_nothing_behind(policy: mics.Activations, fails: bool) -> None:
+    """A dropped loss, or an exception in the last block: no tensor and no host buffer is held."""
+    model, offloader = _sharded(Stack(Gated), policy)
+    assert offloader is not None
+    last = model.blocks[-1].gate  # type: ignore[union-attr,index]
+    seen = []
+    for _ in range(3):
+        batch = torch.rand(_ROWS, _WIDTH)
+        seen.append(weakref.ref(batch))
+        if fails:
+            with patch.object(last, "forward", side_effect=ValueError), pytest.raises(ValueError):
+                model(batch)
+        else:
+            model(batch)
+        del batch
+        gc.collect()
+        assert offloader.pool.used_nbytes == 0
+    assert not any(ref() is not None for ref in seen[:-1])
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x, y: np.copyto(x.numpy(), y.numpy()), lambda x, y: x.data.copy_(y)]
+)
+def test_memory_that_is_filled_anew_is_saved_anew(write: Callable[[Tensor, Tensor], Any]) -> None:
+    """Without a trace in its version, while the graph of an earlier forward from it is still held."""
+
+    def trained(policy: mics.Activations | None) -> list[Tensor]:
+        model, _ = _sharded(Stack(Gated), policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        buffer, held = torch.empty(_ROWS, _WIDTH), []
+        for step, batch in enumerate(_batches()):
+            write(buffer, batch)
+            loss = model(buffer)
+            if step == 1:
+                held.append(loss)  # a skipped batch
+                continue
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    plain = trained(None)
+    for policy in (_ALL, _NONE):
+        assert all(map(torch.equal, trained(policy), plain))
+
+
+def test_parts_of_one_projection_leave_together_and_once() -> None:
+    """Queries, keys and values are slices of it; what else is saved are inputs and the attention's own."""
+    model, offloader = _sharded(Stack(lambda: Fused(4), num_blocks=2), _NONE)
+    assert offloader is not None
+    with patch("mics.offload._LEAST_PART", 0.9):  # of a slice nothing is freed
+        model(torch.rand(_ROWS, _WIDTH)).backward()
+    without = offloader.offloaded_nbytes
+    model(torch.rand(_ROWS, _WIDTH)).backward()
+    assert offloader.offloaded_nbytes - without == 2 * _INPUT * 6 // 4
+
+
+@dataclass
+class State:
+    value: Tensor
+    others: list[Tensor]
+
+
+def _unpacked(given: Any) -> Tensor:
+    if isinstance(given, PackedSequence):
+        return given.data
+    if isinstance(given, State):
+        return given.value + given.others[0]
+    if isinstance(given, dict):
+        return given["value"] + given["more"][0]
+    return given[0] + given[1][0] if isinstance(given, tuple) else given
+
+
+_WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: (x, [x.detach()]),
+    "dict": lambda x: {"value": x, "more": (x.detach(),)},
+    "dataclass": lambda x: State(x, [x.detach()]),
+    "packed": lambda x: PackedSequence(x, torch.full((1,), x.shape[0])),
+}
+
+
+class Takes(nn.Module):
+    """Is given its input in a container, and leaves a result in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, given: Any, *, results: list[Tensor]) -> Any:
+        y = torch.tanh(self.line(_unpacked(given)))
+        results.append(y)
+        return y
+
+
+class Gives(nn.Module):
+    def __init__(self, way: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(Takes() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results: list[Tensor] = []
+        for block in self.blocks:
+            block(self.way(x), results=results)
+            x = results[-1]
+        assert len(results) == 4
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("name", list(_WAYS))
+def test_inputs_in_containers_leave_too(name: str) -> None:
+    plain = _train(_sharded(Gives(_WAYS[name]), None)[0], _batches())
+    model, offloader = _sharded(Gives(_WAYS[name]), _ALL)
+    assert offloader is not None
+    assert all(map(torch.equal, _train(model, _batches()), plain))
+    assert offloader.offloaded_nbytes == 4 * _INPUT
+
+
+def test_what_units_save_that_are_not_computed_again_stays_unless_told() -> None:
+    saved = {}
+    for others in (False, True, "auto"):
+        policy = mics.Activations(every=2, offload=True, keep_last=0, offload_uncheckpointed=others)  # type: ignore[arg-type]
+        model, offloader = _sharded(Stack(Gated), policy)
+        assert offloader is not None
+        model(torch.rand(_ROWS, _WIDTH)).backward()
+        saved[others] = offloader.offloaded_nbytes
+    assert saved["auto"] == saved[False] == 2 * _INPUT < saved[True]
+
+
+def test_a_class_of_modules_is_computed_again() -> None:
+    model = nn.Sequential(*(build() for build in (Gated, TakesGradient, Gated)))
+    mics.shard(
+        model, partition_size=1, units=[Gated, TakesGradient], activations=mics.Activations(checkpoint=Gated)
+    )
+    model(torch.rand(_ROWS, _WIDTH)).sum().backward()
+    term = mics.memory(model, show=False)["saved activations"]
+    assert term.predicted == term.measured == 2 * _INPUT
+
+
+# ---------------------------------------------------------------------------------------------
+# Host memory
+# ---------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, width), nn.Linear(width, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Uneven(nn.Module):
+    """One unit saves much more than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide(1024 if number == 0 else _WIDTH) for number in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_no_more_host_memory_is_asked_for_than_is_needed() -> None:
+    model, offloader = _sharded(Uneven(), _NONE)
+    assert offloader is not None
+    model(torch.rand(_ROWS, _WIDTH)).backward()
+    needed = offloader.pool.nbytes
+    for room, fits in ((1.1, True), (0.9, False)):
+        available = int(needed * room) + host_memory._MARGIN_NBYTES
+        model, offloader = _sharded(Uneven(), _NONE)
+        assert offloader is not None
+        offloader.pool._share = available - host_memory._MARGIN_NBYTES
+        with patch.object(host_memory, "available_nbytes", lambda room=available: room):
+            if fits:
+                model(torch.rand(_ROWS, _WIDTH)).backward()
+            else:
+                with pytest.raises(MicsError, match="GiB of host memory for"):
+                    model(torch.rand(_ROWS, _WIDTH))
+
+
+def test_a_limit_in_bytes_holds_when_sizes_change() -> None:
+    model, offloader = _sharded(Stack(Gated), mics.Activations(offload=1_000_000, keep_last=0))
+    assert offloader is not None
+    for rows in (300, 3900, 300, 3900):
+        model(torch.rand(rows, _WIDTH)).backward()
+        assert 0 < offloader.pool.nbytes <= 1_000_000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_container(tmp_path: Any, version: int) -> None:
+    folder = tmp_path / ("memory" if version == 1 else "")
+    folder.mkdir(exist_ok=True)
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("memory.max", "memory.current")
+    )
+    (folder / names[0]).write_text("1000000\n")
+    (folder / names[1]).write_text("600000\n")
+    statistics = "inactive_file 100000\ntotal_inactive_file 100000\n"
+    (folder / "memory.stat").write_text(statistics)
+    with patch.object(host_memory, "_CGROUP", tmp_path):
+        assert host_memory._of_the_container() == 500_000
+        (folder / names[0]).write_text("max\n")
+        assert host_memory._of_the_container() is None
