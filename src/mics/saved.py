@@ -132,11 +132,16 @@ class SavedInputs:
         self._num_units = num_units
         self._of_a_unit = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
+        self._latest: StorageWeakRef | None = None
+        self._num_added = 0  # since it was last looked which are still there
         self._now = self._peak = self._last_peak = 0
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """A unit's inputs are saved."""
-        self._drop_freed()
+        # A backward has come when the latest is gone, which it needs first. Somebody may hold that one.
+        self._num_added += 1
+        if self._num_added > self._num_units or (self._latest is not None and self._latest.expired()):
+            self._drop_freed()
         if not self._alive:
             self._last_peak = self._peak
             self._now = self._peak = self._of_a_unit = 0
@@ -145,12 +150,14 @@ class SavedInputs:
             if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._alive:
-                    self._alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+                    self._latest = StorageWeakRef(storage)
+                    self._alive[storage.data_ptr()] = self._latest, storage.nbytes()
                     self._now += storage.nbytes()
         self._of_a_unit = max(self._of_a_unit, self._now - before)
         self._peak = max(self._peak, self._now)
 
     def _drop_freed(self) -> None:
+        self._num_added = 0
         for address, (memory, nbytes) in list(self._alive.items()):
             if memory.expired():
                 del self._alive[address]
