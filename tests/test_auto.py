@@ -15,6 +15,7 @@ import mics
 from mics.auto import (
     batch_nbytes,
     exchange_pays,
+    horizon_for,
     latency_nbytes,
     move_seconds,
     prefetch_units,
@@ -176,3 +177,13 @@ def test_the_cluster_that_is_named_decides(tmp_path: Path) -> None:
     assert run_ranks(4, _stages, str(path), ranks_per_node=2) == [False] * 4
     errors = run_expecting_error(4, _stages, "p9000")
     assert all("p4d.24xlarge" in error.message for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("transfer", "compute", "expected"),
+    [(0.0, 0.0, 1), (0.5, 1.0, 1), (1.5, 1.0, 2), (9.0, 1.0, 4), (1.0, 0.0, 4)],
+)
+def test_activations_are_sent_for_as_far_ahead_as_the_way_is_long(
+    transfer: float, compute: float, expected: int
+) -> None:
+    assert horizon_for(transfer, compute) == expected

@@ -93,4 +93,4 @@ def horizon_for(transfer: float, compute: float) -> int:
 
     ``compute`` is the time of one unit's backward, in the same measure.
     """
-    return min(_MAX_HORIZON, max(1, math.ceil(transfer / compute))) if compute > 0 else _MAX_HORIZON
+    return max(1, min(_MAX_HORIZON, math.ceil(transfer / max(compute, 1e-12))))
