@@ -128,6 +128,22 @@ def test_what_units_save_comes_back_to_the_bit(build: Callable[[], nn.Module]) -
         assert offloader is not None and offloader.offloaded_nbytes > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", [Gated, lambda: Fused(1), lambda: Fused(4), TakesGradient])
+def test_what_units_save_comes_back_to_the_bit_on_a_gpu(build: Callable[[], nn.Module]) -> None:
+    batches = [batch.cuda() for batch in _batches()]
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain = _train(_sharded(Stack(build).cuda(), None)[0], batches)
+        for policy in (_ALL, _NONE, _EVERY_OTHER):
+            model, offloader = _sharded(Stack(build).cuda(), policy)
+            assert all(map(torch.equal, _train(model, batches), plain))
+            assert offloader is not None and offloader.offloaded_nbytes > 0
+            assert offloader.pool.used_nbytes == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("policy", [_ALL, _NONE, _EVERY_OTHER])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_without_a_backward_leaves_nothing_behind(policy: mics.Activations, fails: bool) -> None:
