@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import PackedSequence
 
 import mics
@@ -132,16 +133,13 @@ def test_what_units_save_comes_back_to_the_bit(build: Callable[[], nn.Module]) -
 @pytest.mark.parametrize("build", [Gated, lambda: Fused(1), lambda: Fused(4), TakesGradient])
 def test_what_units_save_comes_back_to_the_bit_on_a_gpu(build: Callable[[], nn.Module]) -> None:
     batches = [batch.cuda() for batch in _batches()]
-    torch.use_deterministic_algorithms(True)
-    try:
+    with sdpa_kernel(SDPBackend.MATH):  # others add up in no fixed order
         plain = _train(_sharded(Stack(build).cuda(), None)[0], batches)
         for policy in (_ALL, _NONE, _EVERY_OTHER):
             model, offloader = _sharded(Stack(build).cuda(), policy)
             assert all(map(torch.equal, _train(model, batches), plain))
             assert offloader is not None and offloader.offloaded_nbytes > 0
             assert offloader.pool.used_nbytes == 0
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("policy", [_ALL, _NONE, _EVERY_OTHER])
