@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 import mics
 from mics import host_memory
 from mics.engine import engine_of
-from mics.errors import MicsError
+from mics.errors import MicsError, SettingsError
 from mics.offload import Offloader
 
 _WIDTH = 64
@@ -87,6 +88,18 @@ class TakesGradient(nn.Module):
         return torch.tanh(self.line(y + slope))
 
 
+class Cells(nn.Module):
+    """A recurrent cell: its gates are parts of one memory, edited in place and each counted for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, kept = self.cell(x)
+        return hidden + kept
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +132,7 @@ def _batches() -> list[Tensor]:
     return [torch.rand(_ROWS, _WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
-@pytest.mark.parametrize("build", [Gated, lambda: Fused(1), lambda: Fused(4), TakesGradient, Sparse])
+@pytest.mark.parametrize("build", [Gated, lambda: Fused(1), lambda: Fused(4), TakesGradient, Cells, Sparse])
 def test_what_units_save_comes_back_to_the_bit(build: Callable[[], nn.Module]) -> None:
     plain = _train(_sharded(Stack(build), None)[0], _batches())
     for policy in (_ALL, _NONE, _EVERY_OTHER):
@@ -130,7 +143,7 @@ def test_what_units_save_comes_back_to_the_bit(build: Callable[[], nn.Module]) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("build", [Gated, lambda: Fused(1), lambda: Fused(4), TakesGradient])
+@pytest.mark.parametrize("build", [Gated, lambda: Fused(1), lambda: Fused(4), TakesGradient, Cells])
 def test_what_units_save_comes_back_to_the_bit_on_a_gpu(build: Callable[[], nn.Module]) -> None:
     batches = [batch.cuda() for batch in _batches()]
     with sdpa_kernel(SDPBackend.MATH):  # others add up in no fixed order
@@ -201,6 +214,53 @@ def test_parts_of_one_projection_leave_together_and_once() -> None:
     assert offloader.offloaded_nbytes - without == 2 * _INPUT * 6 // 4
 
 
+def test_micro_batches_that_are_slices_leave_by_themselves() -> None:
+    model, offloader = _sharded(Stack(Gated), _ALL)
+    assert offloader is not None
+    for batch in torch.rand(4 * _ROWS, _WIDTH).split(_ROWS):
+        model(batch).backward()
+        assert offloader.offloaded_nbytes == 4 * _INPUT
+
+
+class EditsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * x.mul_(2)
+
+
+class Edits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = EditsInBackward.apply(torch.tanh(self.line(x)))
+        return result
+
+
+@pytest.mark.parametrize("keep_last", [0, 4])
+def test_an_edit_of_what_came_back_is_noticed(keep_last: int) -> None:
+    """Two nodes saved it. What the first one's backward does to it the second must not compute with."""
+    policy = mics.Activations(checkpoint="none", offload=True, keep_last=keep_last)
+    model, _ = _sharded(Stack(Edits), policy)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model(torch.rand(_ROWS, _WIDTH)).backward()
+
+
+def test_transforms_of_functions_see_through_units() -> None:
+    model, _ = _sharded(Stack(Gated), None)
+    with torch.no_grad():
+        batches = torch.stack(_batches())
+        found = torch.func.vmap(model.blocks[0])(batches)  # type: ignore[index,arg-type]
+        torch.testing.assert_close(found[1], model.blocks[0](batches[1]))  # type: ignore[index,operator]
+
+
 @dataclass
 class State:
     value: Tensor
@@ -219,9 +279,9 @@ def _unpacked(given: Any) -> Tensor:
 
 _WAYS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda x: x,
-    "tuple": lambda x: (x, [x.detach()]),
-    "dict": lambda x: {"value": x, "more": (x.detach(),)},
-    "dataclass": lambda x: State(x, [x.detach()]),
+    "tuple": lambda x: (x, [x]),
+    "dict": lambda x: {"value": x, "more": (x,)},
+    "dataclass": lambda x: State(x, [x]),
     "packed": lambda x: PackedSequence(x, torch.full((1,), x.shape[0])),
 }
 
@@ -263,6 +323,46 @@ def test_inputs_in_containers_leave_too(name: str) -> None:
     assert offloader.offloaded_nbytes == 4 * _INPUT
 
 
+class Tagged(list[Tensor]):
+    scale = 0.5
+
+
+class Ring(nn.Module):
+    """Is given containers that are more than their items, or the same one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(
+        self, tagged: Tagged, one: list[Tensor], *, other: list[Tensor], last: deque[Tensor]
+    ) -> Tensor:
+        one.append(one[0] * tagged.scale)  # which is seen in the other
+        last.append(tagged[0])  # and one leaves at the other end
+        return torch.tanh(self.line(tagged[0] * getattr(tagged, "more", 1.0) + other[-1] + last[0]))
+
+
+class GivesOddities(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Ring() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            tagged, one = Tagged([x]), [x]
+            tagged.more = 3.0  # type: ignore[attr-defined]
+            last = deque([x * 2, x * 3], maxlen=2)
+            x = block(tagged, one, other=one, last=last)
+            assert len(one) == 2
+        return x.square().mean()
+
+
+def test_what_is_computed_again_finds_the_containers_it_was_given() -> None:
+    plain = _train(_sharded(GivesOddities(), None)[0], _batches())
+    for policy in (mics.Activations(), _ALL):
+        assert all(map(torch.equal, _train(_sharded(GivesOddities(), policy)[0], _batches()), plain))
+
+
 def test_what_units_save_that_are_not_computed_again_stays_unless_told() -> None:
     saved = {}
     for others in (False, True, "auto"):
@@ -275,6 +375,8 @@ def test_what_units_save_that_are_not_computed_again_stays_unless_told() -> None
 
 
 def test_a_class_of_modules_is_computed_again() -> None:
+    with pytest.raises(SettingsError, match="units are: Gated"):
+        mics.shard(Stack(Gated), partition_size=1, activations=mics.Activations(checkpoint=nn.Conv2d))
     model = nn.Sequential(*(build() for build in (Gated, TakesGradient, Gated)))
     mics.shard(
         model, partition_size=1, units=[Gated, TakesGradient], activations=mics.Activations(checkpoint=Gated)

@@ -655,6 +655,35 @@ def _refused(errors: list[RankError], *parts: str) -> None:
             assert part in error.message, error.message
 
 
+class Locked:
+    """More than its items."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class ReturnsLocked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(toys.DIM))
+
+    def forward(self) -> Locked:
+        return Locked(self.gain)
+
+
+def _parameter_in_an_object() -> None:
+    """A module returns its parameter in an object, whose owner would not see it replaced by a copy."""
+    import mics
+
+    model = nn.Sequential(ReturnsLocked(), nn.Linear(3, 3))
+    mics.shard(model, partition_size=2, units=[ReturnsLocked])
+    model[0]()
+
+
+def test_a_parameter_in_an_object_of_unknown_kind_is_refused() -> None:
+    _refused(run_expecting_error(4, _parameter_in_an_object), "parameter.clone()")
+
+
 @pytest.mark.parametrize("script", [_penalty_on_shards, _shard_in_the_loss])
 def test_shards_in_the_loss_are_refused(script: Callable[[], None]) -> None:
     """A loss on a rank's shards would be silently wrong: a part of a sum, a gradient that is lost."""

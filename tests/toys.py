@@ -693,20 +693,26 @@ class InPlaceBlock(nn.Module):
 
 
 class ParameterViews(nn.Module):
-    """Hands out its parameters as they are: one itself, one as a view, one in an object."""
+    """Hands out its parameters as they are: itself, as a view, in an object, in a list, as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, DIM))
         self.table = nn.Parameter(torch.randn(5, DIM) * 0.1)
         self.shift = nn.Parameter(torch.linspace(-0.1, 0.1, DIM))
+        self.lift = nn.Parameter(torch.linspace(0.3, 0.1, DIM))
+        self.tilt = nn.Parameter(torch.linspace(0.2, 0.4, DIM))
+        self.kept: Tensor | None = None
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
         nn.init.normal_(self.table, std=0.1)
-        nn.init.zeros_(self.shift)
+        for parameter in (self.shift, self.lift, self.tilt):
+            nn.init.zeros_(parameter)
 
-    def forward(self, length: int) -> Any:
+    def forward(self, length: int, left_here: list[Tensor]) -> Any:
+        left_here.append(self.lift[None])
+        self.kept = self.tilt[None]
         return self.gain, {"table": self.table[:length]}, Hidden(self.shift.expand(length, -1))
 
 
@@ -720,11 +726,12 @@ class ReturnsParameters(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x: Tensor, target: Tensor, *, use_gain: bool = True) -> Tensor:
-        gain, tables, shift = self.views(x.shape[0])
+        lifts: list[Tensor] = []
+        gain, tables, shift = self.views(x.shape[0], lifts)
         x = self.inward(x) + tables["table"]
         for block in self.blocks:
             x = block(x)
-        return mse((x * gain if use_gain else x) + shift.state, target)
+        return mse((x * gain if use_gain else x) + shift.state + lifts[0] * self.views.kept, target)
 
 
 def use_gain_late(model: nn.Module, batch: Any, *, first: int) -> Tensor:

@@ -69,6 +69,8 @@ class Activations:
                 "Activations.offload: expected a bool, a fraction from 0.0 to 1.0 (a float) or a number of "
                 f"bytes from {LEAST_NBYTES} (an int; smaller tensors stay), found {offload!r}"
             )
+        if isinstance(chosen, type) and not issubclass(chosen, nn.Module):
+            raise SettingsError(f"Activations.checkpoint: expected a class of modules, found {chosen!r}")
         for name in ("preserve_rng_state", "check_determinism"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"Activations.{name}: expected a bool, found {getattr(self, name)!r}")
@@ -94,9 +96,20 @@ class Activations:
         """Whether the unit with this number is computed again."""
         if self.checkpoint == "unit":
             return number % self.every == 0
-        if isinstance(self.checkpoint, type):
-            return isinstance(module, self.checkpoint)
+        if isinstance(self.checkpoint, type):  # also inside what torch.compile put around it
+            return isinstance(getattr(module, "_orig_mod", module), self.checkpoint)
         return callable(self.checkpoint) and bool(self.checkpoint(module))
+
+    def taken(self, modules: Sequence[nn.Module]) -> tuple[bool, ...]:
+        """Which units are computed again. Asked once: a callable may have its own ideas the second time."""
+        found = tuple(self.takes(number, module) for number, module in enumerate(modules))
+        if isinstance(self.checkpoint, type) and not any(found):
+            kinds = ", ".join(sorted({type(module).__name__ for module in modules})) or "none"
+            raise SettingsError(
+                f"Activations.checkpoint: expected a class of which there are units, found "
+                f"{self.checkpoint.__name__}; units are: {kinds}"
+            )
+        return found
 
     def moves(self, *, recomputes: bool) -> bool:
         """Whether what a unit saves goes to host memory, as far as the other settings allow."""
@@ -121,13 +134,13 @@ class Applied:
 def apply_activations(
     policy: Activations,
     modules: Sequence[nn.Module],
+    recomputed: Sequence[bool],
     *,
     device: torch.device,
     is_parameter: Callable[[Tensor], bool],
     ranks_on_node: int,
 ) -> Applied:
-    """Let the forwards of ``modules`` follow ``policy``."""
-    recomputed = [policy.takes(number, module) for number, module in enumerate(modules)]
+    """Let the forwards of ``modules`` follow ``policy``, which computes some of them again."""
     moved = [policy.moves(recomputes=recomputes) for recomputes in recomputed]
     offloader, inputs = None, None
     if any(moved):

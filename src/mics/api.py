@@ -259,6 +259,7 @@ def _build(
         applied = apply_activations(
             settings.activations,
             settings.blocks,
+            settings.recomputed,
             device=settings.device,
             is_parameter=lambda tensor: any(unit.holds(tensor) for unit in all_units if unit.gathered),
             # An emulated node's other ranks are imagined: they take no memory.

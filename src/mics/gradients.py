@@ -110,6 +110,7 @@ class ShardGrad(Tensor):
                 guard.check_kept()
             owner.synchronize()
         if owner is not None and getattr(func, "__self__", None) is Tensor.data and name == "__set__":
+            _check_shape(*args)
             func = Tensor.copy_  # p.grad.data = ...: other memory would be nobody's gradient
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -121,6 +122,14 @@ class ShardGrad(Tensor):
         if name == "__get__":  # .data, .T and the like: another view of the same values
             owner.synchronize()
         return ShardGrad.guard(result, owner) if name in _STAYS_GUARDED or name == "__get__" else result
+
+
+def _check_shape(grad: Tensor, value: Tensor) -> None:
+    if value.shape != grad.shape:
+        raise MicsError(
+            f"p.grad.data: expected the shape {list(grad.shape)} of this rank's part of the gradient, found "
+            f"{list(value.shape)}"
+        )
 
 
 def _guards(value: Any) -> Iterator[ShardGrad]:

@@ -24,12 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mics.comm.lanes import INLINE, Lane, StreamLane
 from mics.host_memory import HostPool
 from mics.plans import Plans, Prefetch
-from mics.saved import Held, Kept, Saved, View, spanned_nbytes
+from mics.saved import Held, Kept, Region, Saved, View
+from mics.tensor_trees import is_plain
 from mics.transfer_clock import TransferClock
 
 LEAST_NBYTES: Final = 1 << 16
 """Smaller tensors stay: a copy would cost more than their memory is worth."""
-_LEAST_PART: Final = 1 / 8  # of memory that is not whole; where less of it is used, it stays
+_LEAST_PART: Final = 1 / 8  # of memory with gaps; where less of it is used, it stays
 
 
 @dataclass
@@ -174,7 +175,7 @@ class Offloader:
         self._of_groups.append(group.sizes)
 
         def pack(tensor: Tensor) -> Any:
-            if not _is_plain(tensor):
+            if not is_plain(tensor):
                 return Kept(tensor)
             if stays(tensor):
                 return tensor
@@ -209,36 +210,41 @@ class Offloader:
         """The memory of ``tensor``, which may leave; None: it stays."""
         if tensor.device.type != self._device.type:
             return None
-        storage = tensor.untyped_storage()
+        storage, view = tensor.untyped_storage(), View.of(tensor)
+        region = Region.behind(view, storage.nbytes())
+        # Views count edits with what they are views of; others may share memory and count for themselves.
+        base = tensor._base
+        root = tensor if base is None else base
         # By forward: between two of them memory may be filled anew without a trace (by a broadcast, say).
-        key = (storage.data_ptr(), storage.nbytes(), tensor._version, self._num_begun)
+        key = (id(root), storage.data_ptr(), region, tensor._version, self._num_begun)
         known = self._known.get(key)
-        if known is not None and not known.memory.expired():
+        if known is not None and not known.memory.expired() and known.root() is root:
             # Several units save it, and somebody has held it all the while. What is on the host serves again.
             if known.on_device is None:
                 known.be_on_device(tensor.detach(), is_original=True)
                 self._leaving[-1].append(ref(known))
                 group.sizes.pass_by += known.nbytes
             return known
-        nbytes = storage.nbytes()
-        if nbytes < LEAST_NBYTES or spanned_nbytes(tensor) < _LEAST_PART * nbytes:
+        used_nbytes = min(view.nbytes, view.extent_nbytes)
+        if region.nbytes < LEAST_NBYTES or used_nbytes < _LEAST_PART * region.nbytes:
             return None
         saved = Saved(
             memory=StorageWeakRef(storage),
+            root=ref(root),
             version=tensor._version,
-            nbytes=nbytes,
+            region=region,
             pool=self.pool,
             held=self._held,
         )
         saved.be_on_device(tensor.detach(), is_original=True)
         self._known[key] = saved
-        self.saved_nbytes += nbytes
+        self.saved_nbytes += saved.nbytes
         if self._should_leave(saved, group):
             self._send_away(saved)
-            group.sizes.leave += nbytes
-            group.sizes.pass_by += nbytes
+            group.sizes.leave += saved.nbytes
+            group.sizes.pass_by += saved.nbytes
         else:
-            group.sizes.stay += nbytes
+            group.sizes.stay += saved.nbytes
         return saved
 
     def _should_leave(self, saved: Saved, group: Group) -> bool:
@@ -337,10 +343,10 @@ class Offloader:
         if saved.on_device is not None:
             return
         here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device)
-        source = saved.host_bytes()
+        source, target = saved.host_bytes(), here.data  # whose version is its own: this is no edit
 
         def copy() -> None:
-            here.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
 
         saved.be_on_device(here, is_original=False)
         if self._clock is None:
@@ -352,12 +358,3 @@ class Offloader:
         assert self._clock is not None
         with self._clock.transfer():
             copy()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a view of memory and no more than that."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not (tensor.is_conj() or tensor.is_neg())
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mics.comm.lanes import DONE, Ticket
 from mics.host_memory import HostPool
+from mics.tensor_trees import is_plain
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Held:
 
 @dataclass(frozen=True)
 class View:
-    """How a tensor looks at memory."""
+    """How a tensor looks at memory; ``offset`` in elements."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -37,29 +39,62 @@ class View:
     def of(cls, tensor: Tensor) -> View:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
+    @property
+    def extent_nbytes(self) -> int:
+        """From its first byte to its last."""
+        if self.shape.numel() == 0:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a piece of memory."""
+
+    start: int
+    nbytes: int
+
+    @classmethod
+    def behind(cls, view: View, whole_nbytes: int) -> Region:
+        """What must be there for a tensor: its own bytes, or all of them where it has gaps or repetitions."""
+        if view.nbytes == view.extent_nbytes:
+            return cls(view.offset * view.dtype.itemsize, view.nbytes)
+        return cls(0, whole_nbytes)
+
 
 @dataclass(eq=False)
 class Saved:
-    """The memory behind tensors that autograd saved. It is on the device, on the host, or on its way.
+    """Memory behind tensors that autograd saved. It is on the device, on the host, or on its way.
 
-    Whole, whatever part of it a tensor is: the thirds of one projection leave together and once.
+    The parts of one projection have gaps: all of it leaves, together and once.
     """
 
     memory: StorageWeakRef  # that was saved: whoever else holds it keeps it alive
+    root: ref[Tensor]  # what was saved, or what it is a view of: their edits are counted together
     version: int  # when it was saved
-    nbytes: int
+    region: Region
     pool: HostPool
     held: Held
-    on_device: Tensor | None = None  # a tensor in it
-    is_original: bool = True  # ``on_device`` is in the memory that was saved, not in a copy of it
+    on_device: Tensor | None = None  # a tensor in the memory itself, or a copy of the region
+    is_original: bool = True  # the former
     host: Tensor | None = None
     moved: Ticket = DONE  # the copy that is under way, in either direction
     edited: bool = False  # in place, before it had left
+    version_here: int = 0  # of ``on_device`` when it came to be
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.nbytes
 
     def be_on_device(self, tensor: Tensor, *, is_original: bool) -> None:
         if self.on_device is None:
             self.held.add(self.nbytes)
-        self.on_device, self.is_original = tensor, is_original
+        self.on_device, self.is_original, self.version_here = tensor, is_original, tensor._version
 
     def leave_device(self) -> None:
         """Whoever uses this memory next does so after the copy to the host."""
@@ -70,18 +105,30 @@ class Saved:
         self.held.add(-self.nbytes)
 
     def _was_edited(self) -> bool:
-        return self.is_original and self.on_device is not None and self.on_device._version != self.version
+        return self.on_device is not None and self.on_device._version != self.version_here
 
     def seen_as(self, view: View) -> Tensor:
-        """The tensor that was saved; raises, as torch does, if somebody has changed it meanwhile."""
+        """The tensor that was saved; raises, as torch does, if somebody has changed it meanwhile.
+
+        Edits of what is returned count, too: a backward may make some, and another come to it.
+        """
         assert self.on_device is not None
         if self.edited or self._was_edited():
             raise _changed(view.shape, self.version)
-        return _look(self.on_device, view)
+        base, offset = self.on_device, view.offset
+        if not self.is_original:
+            offset -= self.region.start // view.dtype.itemsize
+            if self.nbytes % view.dtype.itemsize == 0:
+                base = base.view(view.dtype)
+        if base.dtype is view.dtype:
+            return base.as_strided(view.shape, view.stride, offset)
+        return _look(base, view, offset)
 
     def device_bytes(self) -> Tensor:
-        assert self.on_device is not None
-        return _look(self.on_device, View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0))
+        """The region, of the memory itself."""
+        assert self.on_device is not None and self.is_original
+        flat = View(torch.uint8, torch.Size((self.nbytes,)), (1,), self.region.start)
+        return _look(self.on_device, flat, flat.offset)
 
     def host_bytes(self) -> Tensor:
         assert self.host is not None
@@ -95,10 +142,10 @@ class Saved:
             self.pool.give_back(self.host)
 
 
-def _look(tensor: Tensor, view: View) -> Tensor:
-    """Another view of the memory behind ``tensor``."""
+def _look(tensor: Tensor, view: View, offset: int) -> Tensor:
+    """Another view of the memory behind ``tensor``, whose edits are counted for themselves."""
     found = torch.empty(0, dtype=view.dtype, device=tensor.device)
-    return found.set_(tensor.untyped_storage(), view.offset, view.shape, view.stride)
+    return found.set_(tensor.untyped_storage(), offset, view.shape, view.stride)
 
 
 def _changed(shape: torch.Size, version: int) -> RuntimeError:
@@ -147,7 +194,7 @@ class SavedInputs:
             self._now = self._peak = self._of_a_unit = 0
         before = self._now
         for tensor in tensors:
-            if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter):
+            if is_plain(tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._alive:
                     self._latest = StorageWeakRef(storage)
@@ -170,12 +217,3 @@ class SavedInputs:
     def held_nbytes(self) -> int:
         """The most bytes at once since the last backward."""
         return self._peak or self._last_peak
-
-
-def spanned_nbytes(tensor: Tensor) -> int:
-    """Bytes of memory that a tensor's elements are in: fewer than they have if some share theirs."""
-    if tensor.numel() == 0:
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in steps)
-    return min(span, tensor.numel()) * tensor.element_size()

@@ -24,7 +24,7 @@ from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
 from mics.scheduled_site import Call, Forward, ScheduledSite
-from mics.tensor_trees import cast_floats, num_rows, replace_tensors, tensors_in
+from mics.tensor_trees import cast_floats, num_rows, replace_in_place, replace_tensors, tensors_in
 from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
@@ -126,9 +126,7 @@ class Schedule:
         if self.suspended or site.depth == 0:
             return None
         forward = site.forwards.pop()
-        copies = self._copy_parameters(site, output)
-        if copies:
-            output = replace_tensors(output, copies)
+        returned, output = output, self._copy_parameters(site, output, args, kwargs)
         # Results may also be left in the arguments: a list that the forward appends to.
         watched = forward is not None and self._watch_outputs(site, forward, (output, args, kwargs))
         site.depth -= 1
@@ -138,20 +136,37 @@ class Schedule:
             self._release(site.units)
         if self._depth == 0 and not self.in_backward:
             self._release(self._on_demand.values())
-        return output if copies else None
+        return output if output is not returned else None
 
-    def _copy_parameters(self, site: ScheduledSite, output: Any) -> dict[int, Tensor]:
-        """Copies, by id, of returned tensors that are parameters or views of them (a table of positions).
+    def _copy_parameters(
+        self, site: ScheduledSite, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The output, with copies of what are parameters or views of them (a table of positions).
 
-        Their memory is about to be somebody else's.
+        Their memory is about to be somebody else's. Results may also be in lists that the module was given,
+        and among its attributes: there they are replaced.
         """
         leaving = [*site.units, *(self._on_demand.values() if self._depth == 1 else ())]
         places = [unit for unit in leaving if unit.gathered]
-        return {
-            id(tensor): tensor.clone()
-            for tensor in tensors_in(output)
-            if tensor.layout is torch.strided and any(unit.holds(tensor) for unit in places)
-        }
+        given = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+        results = (*tensors_in((output, given)), *site.side_views())
+        # Held until the end: an id may come back when its tensor is gone.
+        found = {id(tensor): tensor for tensor in results if any(unit.holds(tensor) for unit in places)}
+        if not found:
+            return output
+        copies = {key: tensor.clone() for key, tensor in found.items()}
+        for value in given:
+            replace_in_place(value, copies)
+        site.replace_side_views(copies)
+        output = replace_tensors(output, copies)
+        left = next((tensor for tensor in tensors_in(output) if id(tensor) in found), None)
+        if left is not None:
+            raise MicsError(
+                f"forward of {site.name or 'the model'!r}: expected parameters among its results in tuples, "
+                f"lists, dicts or dataclasses, found one of shape {list(left.shape)} in another object, "
+                "where it cannot be replaced by a copy; return parameter.clone()"
+            )
+        return output
 
     def _begin_forward(self) -> None:
         self._notice_failed_backward()

@@ -46,6 +46,7 @@ class Settings:
     """What the cost model takes the cluster to be."""
     device: torch.device
     activations: Activations | None
+    recomputed: tuple[bool, ...]  # for each of ``blocks``
     lean: bool
     """Hold as little memory as possible, at a small cost in time."""
     audit_interval: int
@@ -106,10 +107,8 @@ def check_settings(
     device = device_of(model, world)
     chosen = [units] if isinstance(units, type) else None if units is None else list(units)
     blocks = unit_modules(model, chosen)
-    if activations is not None:
-        # Here, where nothing has been touched yet: a callable may raise.
-        for number, module in enumerate(blocks):
-            activations.takes(number, module)
+    # Here, where nothing has been touched yet: a callable may raise.
+    recomputed = () if activations is None else activations.taken(blocks)
     return Settings(
         partition_groups=_partition_groups(world, partition_size, mesh),
         hierarchical=hierarchical,
@@ -119,6 +118,7 @@ def check_settings(
         cluster=cluster_for(device, nodes),
         device=device,
         activations=activations,
+        recomputed=recomputed,
         # Who moves activations out is short of memory.
         lean=lean if isinstance(lean, bool) else activations is not None and bool(activations.offload),
         audit_interval=_audit_interval(audit_interval),
@@ -264,11 +264,11 @@ def _account_of(settings: Settings) -> str:
     policy = settings.activations
     if policy is None:
         return "kept"
-    taken = [number for number, module in enumerate(settings.blocks) if policy.takes(number, module)]
-    units = hashlib.sha256(str(taken).encode()).hexdigest()[:8]
+    units = hashlib.sha256(str(settings.recomputed).encode()).hexdigest()[:8]
     return (
-        f"{len(taken)} of {len(settings.blocks)} units computed again ({units}), offload={policy.offload}, "
-        f"offload_uncheckpointed={policy.offload_uncheckpointed}, keep_last={policy.keep_last}"
+        f"{sum(settings.recomputed)} of {len(settings.blocks)} units computed again ({units}), "
+        f"offload={policy.offload}, offload_uncheckpointed={policy.offload_uncheckpointed}, "
+        f"keep_last={policy.keep_last}"
     )
 
 

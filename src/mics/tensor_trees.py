@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -55,22 +55,42 @@ def tensors_near(value: Any) -> Iterator[Tensor]:
         yield from (item for item in value.values() if isinstance(item, Tensor))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a view of memory and no more than that: no subclass, nothing wrapped by a transform."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in arguments brought to ``dtype``; everything else as it is."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
-
-    return _changed(value, Tensor, cast, _PLAIN)
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    return value
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, Tensor]) -> Any:
-    """``value`` with other tensors in place of some, by their ids; what held one is new."""
+    """``value`` with other tensors in place of some, by their ids, in containers and dataclasses."""
+    return _Rebuild(Tensor, lambda tensor: replacements.get(id(tensor), tensor))(value)
 
-    def replaced(tensor: Tensor) -> Tensor:
-        return replacements.get(id(tensor), tensor)
 
-    return _changed(value, Tensor, replaced, _EVERYTHING)
+def replace_in_place(value: Any, replacements: Mapping[int, Tensor]) -> None:
+    """The same in the lists and dicts themselves."""
+    items = value.items() if type(value) is dict else enumerate(value) if type(value) is list else ()
+    for key, item in list(items):
+        if isinstance(item, Tensor):
+            value[key] = replacements.get(id(item), item)
+        else:
+            replace_in_place(item, replacements)
 
 
 @dataclass(frozen=True)
@@ -87,61 +107,65 @@ def take_apart(value: Any) -> tuple[Any, list[Tensor]]:
     def take(tensor: Tensor) -> Slot:
         return found.setdefault(id(tensor), (Slot(len(found)), tensor))[0]
 
-    rest = _changed(value, Tensor, take, _CONTAINERS)
+    rest = _Rebuild(Tensor, take)(value)
     return rest, [tensor for _, tensor in found.values()]
 
 
 def put_together(rest: Any, tensors: Sequence[Tensor]) -> Any:
     """The arguments that were taken apart, as new containers."""
-    return _changed(rest, Slot, lambda slot: tensors[slot.number], _CONTAINERS)
+    return _Rebuild(Slot, lambda slot: tensors[slot.number])(rest)
 
 
-# What is looked into for tensors: plain containers; mappings and dataclasses too; any object.
-_PLAIN: Final = 0
-_CONTAINERS: Final = 1
-_EVERYTHING: Final = 2
+class _Rebuild:
+    """Copies containers and dataclasses with something else in place of everything of one kind.
 
+    Only what is known to be no more than its items: lists, tuples, dicts and their kin, by their exact types,
+    named tuples and dataclasses. Anything else is handed on as it is. What was one object stays one.
+    """
 
-def _changed(value: Any, kind: type, change: Callable[[Any], Any], depth: int) -> Any:
-    """``value`` with everything of one kind changed. Objects are copied only if something in them is."""
+    def __init__(self, kind: type, change: Callable[[Any], Any]) -> None:
+        self._kind = kind
+        self._change = change
+        self._made: dict[int, Any] = {}  # by id of what it was made from
 
-    def inside(item: Any) -> Any:
-        return _changed(item, kind, change, depth)
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, self._kind):
+            return self._change(value)
+        if id(value) not in self._made:
+            self._made[id(value)] = self._rebuilt(value)
+        return self._made[id(value)]
 
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        # Not by its constructor, which may look at what it is given (a PackedSequence does).
-        return tuple.__new__(type(value), map(inside, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(inside, value))
-    if type(value) is dict:
-        return {key: inside(item) for key, item in value.items()}
-    if depth == _PLAIN or isinstance(value, Tensor | nn.Module | type):
+    def _rebuilt(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is tuple:
+            return tuple(self(item) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields") and not getattr(value, "__dict__", None):
+            # Not by its constructor, which may look at what it is given (a PackedSequence does).
+            return tuple.__new__(kind, [self(item) for item in value])
+        if kind is list:
+            items: list[Any] = []
+            self._made[id(value)] = items  # before there are any: one of them may be the list
+            items.extend(self(item) for item in value)
+            return items
+        if kind is deque:
+            return deque((self(item) for item in value), value.maxlen)
+        if kind in (dict, OrderedDict, defaultdict) or _is_model_output(value):
+            mapping = self._made[id(value)] = copy(value)
+            for key, item in value.items():
+                mapping[key] = self(item)
+            return mapping
+        if is_dataclass(value) and not isinstance(value, type | Tensor | nn.Module | Mapping | self._kind):
+            result = self._made[id(value)] = copy(value)
+            for field in fields(value):
+                if hasattr(value, field.name):
+                    item = getattr(value, field.name)
+                    changed = self(item)
+                    if changed is not item:
+                        object.__setattr__(result, field.name, changed)  # also where it is frozen
+            return result
         return value
-    if isinstance(value, set | frozenset | deque):
-        return type(value)(map(inside, value))
-    parts = _parts(value, depth)
-    changed = {name: inside(part) for name, part in parts.items()}
-    if all(changed[name] is part for name, part in parts.items()):
-        return value
-    return _copy_with(value, changed)
 
 
-def _parts(value: Any, depth: int) -> Mapping[Any, Any]:
-    """What an object holds, by name."""
-    if isinstance(value, MutableMapping):
-        return value
-    if is_dataclass(value):
-        return {field.name: getattr(value, field.name, None) for field in fields(value)}
-    return vars(value) if depth == _EVERYTHING and hasattr(value, "__dict__") else {}
-
-
-def _copy_with(value: Any, parts: Mapping[Any, Any]) -> Any:
-    result = copy(value)
-    for name, part in parts.items():
-        if isinstance(value, MutableMapping):  # a Hugging Face output sets its attributes too
-            result[name] = part
-        else:
-            object.__setattr__(result, name, part)  # also where it is frozen, or has slots
-    return result
+def _is_model_output(value: Any) -> bool:
+    """Hugging Face's outputs: dicts and dataclasses in one, which keep both in step."""
+    return is_dataclass(value) and isinstance(value, OrderedDict)
