@@ -208,7 +208,7 @@ class Offloader:
 
     def _save(self, tensor: Tensor, group: Group) -> Saved | None:
         """The memory of ``tensor``, which may leave; None: it stays."""
-        if tensor.device.type != self._device.type:
+        if tensor.device.type != self._device.type or tensor.is_conj() or tensor.is_neg():
             return None
         storage, view = tensor.untyped_storage(), View.of(tensor)
         region = Region.behind(view, storage.nbytes())

@@ -24,7 +24,7 @@ from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
 from mics.scheduled_site import Call, Forward, ScheduledSite
-from mics.tensor_trees import cast_floats, num_rows, replace_in_place, replace_tensors, tensors_in
+from mics.tensor_trees import cast_floats, is_plain, num_rows, replace_in_place, replace_tensors, tensors_in
 from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
@@ -126,38 +126,53 @@ class Schedule:
         if self.suspended or site.depth == 0:
             return None
         forward = site.forwards.pop()
-        returned, output = output, self._copy_parameters(site, output, args, kwargs)
-        # Results may also be left in the arguments: a list that the forward appends to.
-        watched = forward is not None and self._watch_outputs(site, forward, (output, args, kwargs))
-        site.depth -= 1
-        self._depth -= 1
-        # A forward inside a backward is a recomputation: its own backward follows at once.
-        if not (self.in_backward and watched):
-            self._release(site.units)
-        if self._depth == 0 and not self.in_backward:
-            self._release(self._on_demand.values())
+        # Results may also be left in the arguments (a list that the forward appends to), and in attributes.
+        returned, kept, watched = output, site.kept_tensors(), False
+        try:
+            output = self._copy_parameters(site, output, kept, args, kwargs)
+            watched = forward is not None and self._watch_outputs(
+                site,
+                forward,
+                (output, args, kwargs, [tensor for tensor in kept if tensor.grad_fn is not None]),
+            )
+        finally:
+            site.depth -= 1
+            self._depth -= 1
+            # A forward inside a backward is a recomputation: its own backward follows at once.
+            if not (self.in_backward and watched):
+                self._release(site.units)
+            if self._depth == 0 and not self.in_backward:
+                self._release(self._on_demand.values())
         return output if output is not returned else None
 
     def _copy_parameters(
-        self, site: ScheduledSite, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        site: ScheduledSite,
+        output: Any,
+        kept: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The output, with copies of what are parameters or views of them (a table of positions).
 
-        Their memory is about to be somebody else's. Results may also be in lists that the module was given,
-        and among its attributes: there they are replaced.
+        Their memory is about to be somebody else's. In lists that the module was given, and among its
+        attributes, they are replaced.
         """
         leaving = [*site.units, *(self._on_demand.values() if self._depth == 1 else ())]
         places = [unit for unit in leaving if unit.gathered]
         given = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-        results = (*tensors_in((output, given)), *site.side_views())
         # Held until the end: an id may come back when its tensor is gone.
-        found = {id(tensor): tensor for tensor in results if any(unit.holds(tensor) for unit in places)}
+        found = {
+            id(tensor): tensor
+            for tensor in tensors_in((output, given, kept))
+            if is_plain(tensor) and any(unit.holds(tensor) for unit in places)
+        }
         if not found:
             return output
         copies = {key: tensor.clone() for key, tensor in found.items()}
         for value in given:
             replace_in_place(value, copies)
-        site.replace_side_views(copies)
+        site.replace_kept(copies)
         output = replace_tensors(output, copies)
         left = next((tensor for tensor in tensors_in(output) if id(tensor) in found), None)
         if left is not None:
@@ -227,8 +242,7 @@ class Schedule:
 
     def _watch_outputs(self, site: ScheduledSite, forward: Forward, output: Any) -> bool:
         """Have autograd call back before it needs this forward's parameters."""
-        side = site.find_side_outputs()
-        watched = {id(tensor): tensor for tensor in tensors_in((output, side)) if tensor.requires_grad}
+        watched = {id(tensor): tensor for tensor in tensors_in(output) if tensor.requires_grad}
         for key, tensor in watched.items():
             # An input handed through belongs to whoever made it (an in-place change makes it ours).
             if key in forward.inputs and forward.inputs[key] is tensor.grad_fn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,24 +64,19 @@ class ScheduledSite:
         """A number that changes whenever a parameter of this site does, on every rank."""
         return sum(unit.num_edits() + unit.num_refreshes for unit in self.units)
 
-    def find_side_outputs(self) -> list[Any]:
-        """What submodules keep outside the return value and backward comes to."""
-        return [tensor for tensor in self._kept() if tensor.grad_fn is not None]
-
-    def side_views(self) -> Iterator[Tensor]:
-        """What they keep that may be a view of a parameter. Parameters themselves we change."""
-        return (tensor for tensor in self._kept() if not isinstance(tensor, nn.Parameter))
-
-    def replace_side_views(self, replacements: Mapping[int, Tensor]) -> None:
-        """Let them keep other tensors, by the ids of those they keep."""
+    def replace_kept(self, replacements: Mapping[int, Tensor]) -> None:
+        """Let submodules keep other tensors, by the ids of those they keep."""
         for attributes, name in self.side_outputs:
             if name in attributes:
                 value = attributes[name]
                 replace_in_place(value, replacements)
                 attributes[name] = replace_tensors(value, replacements) if _is_fixed(value) else value
 
-    def _kept(self) -> Iterator[Tensor]:
-        """Tensors among attributes, which are looked for again when there are new attributes."""
+    def kept_tensors(self) -> list[Tensor]:
+        """What submodules keep outside the return value, looked for again when they have new attributes.
+
+        Not parameters: whether those are gathered is our affair.
+        """
         num_attributes = sum(len(attributes) for attributes in self.attributes)
         if num_attributes != self.num_attributes:
             self.num_attributes = num_attributes
@@ -92,8 +87,9 @@ class ScheduledSite:
                 for name, value in attributes.items()
                 if name not in skip and may_hold_tensors(value)
             ]
-        for attributes, name in self.side_outputs:
-            yield from tensors_near(attributes.get(name))
+        values = [attributes.get(name) for attributes, name in self.side_outputs]
+        tensors = (tensor for value in values for tensor in tensors_near(value))
+        return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
 
 def _is_fixed(value: Any) -> bool:

@@ -56,12 +56,11 @@ def tensors_near(value: Any) -> Iterator[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a view of memory and no more than that: no subclass, nothing wrapped by a transform."""
+    """Whether it is a view of memory: no subclass, nothing wrapped by a transform."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 

@@ -28,7 +28,6 @@ from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.gathered import GatheredMemory
-from mics.tensor_trees import is_plain
 from mics.unit_gradients import UnitGradients
 from mics.unit_spec import Share, UnitSpec, label_of
 
@@ -140,10 +139,8 @@ class Unit:
         return self.memory.flat
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is part of the gathered parameters."""
-        return is_plain(tensor) and (
-            tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
-        )
+        """Whether ``tensor``, which has memory, is part of the gathered parameters."""
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     @property
     def is_arriving(self) -> bool:
