@@ -44,6 +44,7 @@ class HostPool:
         self._share = None if available is None else (available - _MARGIN_NBYTES) / num_sharing
         self._free: list[Tensor] = []  # by size, the smallest first
         self.nbytes = 0
+        self.used_nbytes = 0  # of buffers that somebody has
         self.num_allocations = 0
         self._pinned: dict[int, Tensor] = {}  # by address
         # Every buffer is the pool's, and whoever has taken one holds the pool.
@@ -52,11 +53,6 @@ class HostPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def used_nbytes(self) -> int:
-        """Of buffers that somebody has."""
-        return self.nbytes - sum(buffer.numel() for buffer in self._free)
 
     def require(self, nbytes: int, what: str) -> None:
         """Raise if ``nbytes`` in all will not be had; ``what`` they are for, in words."""
@@ -88,7 +84,9 @@ class HostPool:
         """A buffer of at least ``nbytes``; ``what`` they are for, in words."""
         place = next((i for i, buffer in enumerate(self._free) if buffer.numel() >= nbytes), None)
         if place is not None:
-            return self._free.pop(place)
+            buffer = self._free.pop(place)
+            self.used_nbytes += buffer.numel()
+            return buffer
         dropped = 0
         while self._free and dropped < nbytes:  # too small for what is wanted now
             dropped += self._free[-1].numel()
@@ -99,10 +97,12 @@ class HostPool:
             self._pin_memory(buffer)
             self._pinned[buffer.data_ptr()] = buffer
         self.nbytes += nbytes
+        self.used_nbytes += nbytes
         self.num_allocations += 1
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
+        self.used_nbytes -= buffer.numel()
         insort(self._free, buffer, key=Tensor.numel)
 
     def _pin_memory(self, buffer: Tensor) -> None:

@@ -109,6 +109,8 @@ class Offloader:
         self._num_groups = 0  # of this forward
         self._of_groups: list[GroupBytes] = []
         self._of_groups_before: list[GroupBytes] = []  # in the forward before
+        self._num_left = 0  # groups of this forward of which something left
+        self._least_nbytes = math.inf  # of what left of one of them
         self._expected_groups = num_units  # of a forward
         self._last_peak = 0
         self.is_covered = False  # a unit is at work that keeps nothing but its input
@@ -142,6 +144,7 @@ class Offloader:
         self._num_forwards += 1
         self._num_groups = self.offloaded_nbytes = self.saved_nbytes = 0
         self._of_groups = []
+        self._num_left, self._least_nbytes = 0, math.inf
         self._held.peak = self._held.nbytes
         self._last = None
 
@@ -286,11 +289,14 @@ class Offloader:
 
         After two of them: the first may be the one that is unlike all others.
         """
-        sizes = [each.leave for each in self._of_groups if each.leave]
+        if not group.sizes.leave:
+            return
+        self._num_left += 1
+        self._least_nbytes = min(self._least_nbytes, group.sizes.leave)
         place = group.place % self._expected_groups
         to_come = math.ceil(self._num_leaving() - place - 1)
-        if len(sizes) > 1 and to_come > 0:
-            wanted = min(self.pool.used_nbytes + to_come * min(sizes), self._limit)
+        if self._num_left > 1 and to_come > 0:
+            wanted = min(self.pool.used_nbytes + to_come * self._least_nbytes, self._limit)
             self.pool.require(int(wanted), f"what {self._expected_groups} units save in a forward, at least")
 
     # -- backward ---------------------------------------------------------------------------------------
