@@ -44,12 +44,21 @@ class Activations:
     check_determinism: bool = True
 
     def __post_init__(self) -> None:
+        self._check_checkpoint()
+        self._check_offload()
+        for name in ("preserve_rng_state", "check_determinism"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingsError(f"Activations.{name}: expected a bool, found {getattr(self, name)!r}")
+
+    def _check_checkpoint(self) -> None:
         chosen = self.checkpoint
         if not (callable(chosen) or (isinstance(chosen, str) and chosen in ("unit", "none"))):
             raise SettingsError(
                 f'Activations.checkpoint: expected "unit", "none", a class of modules or a callable, found '
                 f"{chosen!r}"
             )
+        if isinstance(chosen, type) and not issubclass(chosen, nn.Module):
+            raise SettingsError(f"Activations.checkpoint: expected a class of modules, found {chosen!r}")
         if not _is_count(self.every, least=1):
             raise SettingsError(f"Activations.every: expected a number from 1, found {self.every!r}")
         if self.every > 1 and chosen != "unit":
@@ -57,7 +66,9 @@ class Activations:
                 f'Activations.every: expected 1 unless checkpoint is "unit", found {self.every} with '
                 f"checkpoint={chosen!r}"
             )
-        offload = self.offload
+
+    def _check_offload(self) -> None:
+        offload, others = self.offload, self.offload_uncheckpointed
         if isinstance(offload, bool):
             right = True
         elif isinstance(offload, int):  # 1 is no fraction, and was not meant to be a byte
@@ -69,15 +80,9 @@ class Activations:
                 "Activations.offload: expected a bool, a fraction from 0.0 to 1.0 (a float) or a number of "
                 f"bytes from {LEAST_NBYTES} (an int; smaller tensors stay), found {offload!r}"
             )
-        if isinstance(chosen, type) and not issubclass(chosen, nn.Module):
-            raise SettingsError(f"Activations.checkpoint: expected a class of modules, found {chosen!r}")
-        for name in ("preserve_rng_state", "check_determinism"):
-            if not isinstance(getattr(self, name), bool):
-                raise SettingsError(f"Activations.{name}: expected a bool, found {getattr(self, name)!r}")
-        if not (isinstance(self.offload_uncheckpointed, bool) or self.offload_uncheckpointed == "auto"):
+        if not (isinstance(others, bool) or others == "auto"):
             raise SettingsError(
-                'Activations.offload_uncheckpointed: expected "auto", True or False, found '
-                f"{self.offload_uncheckpointed!r}"
+                f'Activations.offload_uncheckpointed: expected "auto", True or False, found {others!r}'
             )
         if self.keep_last != "auto" and not _is_count(self.keep_last, least=0):
             raise SettingsError(
