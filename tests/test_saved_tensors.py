@@ -7,12 +7,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +25,7 @@ from mics import host_memory
 from mics.engine import engine_of
 from mics.errors import MicsError, SettingsError
 from mics.offload import Offloader
+from tests.ranks import run_ranks
 
 _WIDTH = 64
 _ROWS = 300
@@ -140,6 +143,32 @@ def test_what_units_save_comes_back_to_the_bit(build: Callable[[], nn.Module]) -
         found = _train(model, _batches())
         assert all(map(torch.equal, found, plain))
         assert offloader is not None and offloader.offloaded_nbytes > 0
+
+
+def _on_two_nodes(build: Callable[[], nn.Module], policies: list[mics.Activations | None]) -> list[Any]:
+    found = []
+    for policy in policies:
+        torch.manual_seed(0)
+        model = mics.shard(Stack(build), partition_size=2, activations=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            batches = [batch + step + dist.get_rank() for batch in _batches()[:2]]
+            for batch in mics.microsteps(model, batches):
+                model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("build", [partial(Fused, 4), Cells])
+def test_what_units_save_comes_back_with_replicas_and_accumulation(build: Callable[[], nn.Module]) -> None:
+    """On two nodes of two ranks, lean where it is offloaded, and gathered parameters among what is saved."""
+    policies = [None, _ALL, _NONE, _EVERY_OTHER]
+    for plain, *others in run_ranks(4, _on_two_nodes, build, policies, ranks_per_node=2):
+        assert any(parameter.numel() for parameter in plain)
+        for found in others:
+            assert all(map(torch.equal, found, plain))
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mics.errors import MicsError
 from tests import toys
 from tests.ranks import POOL, RankError, run_expecting_error, run_ranks
 from tests.reference import adamw, sgd
@@ -677,6 +678,9 @@ def _parameter_in_an_object() -> None:
 
     model = nn.Sequential(ReturnsLocked(), nn.Linear(3, 3))
     mics.shard(model, partition_size=2, units=[ReturnsLocked])
+    with pytest.raises(MicsError, match=r"parameter\.clone\(\)"):
+        model[0]()
+    assert model[0].gain.numel() < toys.DIM  # the forward is over all the same: it is a shard again
     model[0]()
 
 
