@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -309,14 +310,15 @@ def test_mics_sees_the_emulated_nodes(emulation: mics.Emulation) -> None:
     assert {one.cost.link for one in found} == {"intra", "inter"}
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_imagined_ranks_differ_unless_copies_are_asked_for(copies: bool) -> None:
-    with mics.emulate(CLUSTER, copies=copies):
-        size = dist.get_world_size()
-        whole = torch.empty(size * 3)
+@pytest.mark.parametrize("imagined", ["different", "copies", "zeros"])
+def test_what_imagined_ranks_hold(imagined: Literal["different", "copies", "zeros"]) -> None:
+    with mics.emulate(CLUSTER, imagined=imagined):
+        others = dist.get_world_size() - 1
+        whole = torch.full((3 * (others + 1),), 7.0)
         dist.all_gather_into_tensor(whole, torch.ones(3))
         assert torch.equal(whole[:3], torch.ones(3))
-        assert torch.equal(whole, torch.ones(size * 3)) == copies
+        assert whole.eq(1).sum() == (3 * others + 3 if imagined == "copies" else 3)
+        assert whole.eq(0).sum() == (3 * others if imagined == "zeros" else 0)
 
 
 def test_thousands_of_ranks() -> None:

@@ -13,6 +13,7 @@ from mics.bench.job import DType, Job
 from mics.bench.models import BENCH_MODELS
 from mics.bench.systems import SYSTEMS
 from mics.clusters import PRESETS
+from mics.comm.emulated import Imagined
 from mics.errors import SettingsError
 
 _MODELS = ", ".join(f"{name} ({model.about})" for name, model in BENCH_MODELS.items())
@@ -40,9 +41,9 @@ class Training:
     offload: bool = False
     """Keep in host memory what blocks save for the backward: by mics.Activations, in other systems by torch's
     save_on_cpu."""
-    copies: bool = False
-    """Let the other ranks of an emulated cluster hold plain copies of this one's parameters. A GPU multiplies
-    those faster than real ones: only to compare with figures that were made so."""
+    imagined: Imagined = "different"
+    """What the other ranks of an emulated cluster hold of the parameters. A GPU multiplies copies and zeros
+    faster than real ones: only to compare with figures that were made so."""
     param_dtype: DType | None = None
     """Format of the parameters; None: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: DType = "float32"
@@ -73,7 +74,7 @@ class Training:
                 reduce_dtype=self.reduce_dtype,
                 device="cuda" if device == "cuda" else "cpu",
                 offload=self.offload,
-                copies=self.copies,
+                imagined=self.imagined,
             )
         except ValueError as error:
             raise SettingsError(str(error)) from None

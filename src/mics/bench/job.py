@@ -5,6 +5,7 @@ from typing import Final, Literal, get_args
 
 import torch
 
+from mics.comm.emulated import Imagined
 from mics.models import GPTConfig
 
 DType = Literal["float32", "bfloat16"]
@@ -40,8 +41,8 @@ class Job:
     seed: int = 0
     offload: bool = False
     """What blocks save for the backward waits in host memory."""
-    copies: bool = False
-    """The other ranks of an emulated cluster hold plain copies of this one's parameters."""
+    imagined: Imagined = "different"
+    """What the other ranks of an emulated cluster hold of the parameters."""
 
     def __post_init__(self) -> None:
         for name in ("partition_size", "micro_batch", "accumulation"):

@@ -33,7 +33,7 @@ def measure(run: Run, plan: Plan) -> Outcome:
     )
     _forget(device)
     try:
-        around = nullcontext() if run.cluster is None else emulate(run.cluster, copies=run.job.copies)
+        around = nullcontext() if run.cluster is None else emulate(run.cluster, imagined=run.job.imagined)
         with around as emulation:
             return _measure(run, plan, device, emulation)
     except SystemUnavailable as error:

@@ -5,7 +5,8 @@ writes therefore has the right shape and a plausible size, and the engine, the k
 memory are the real ones. See docs/emulator.md for what this models and what it does not.
 """
 
+from mics.comm.emulated.fabric import Imagined
 from mics.comm.emulated.log import Collective
 from mics.comm.emulated.start import Emulation, emulate, emulated_cluster
 
-__all__ = ["Collective", "Emulation", "emulate", "emulated_cluster"]
+__all__ = ["Collective", "Emulation", "Imagined", "emulate", "emulated_cluster"]

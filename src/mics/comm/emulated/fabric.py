@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from mics.comm.emulated.host_links import HostLinks
 from mics.comm.emulated.log import Collective, Times
 from mics.cost import FREE, Cost, Kind, Span, cost
 from mics.topology import Cluster
+
+# What the imagined ranks hold: something like what this one does, just the same, or nothing.
+Imagined = Literal["different", "copies", "zeros"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class Fabric:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.free = False  # collectives take no time
-        self.copies = False  # imagined ranks hold just what this one does
+        self.imagined: Imagined = "different"
         self._host = HostLinks()
         self._device: DeviceLinks | None = None
         self._host_log: deque[tuple[Call, Times]] = deque(maxlen=CAPACITY)

@@ -355,6 +355,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         here = self.rank()
         if rows[here].data_ptr() != part.data_ptr():
             rows[here].copy_(part)
+        if self.fabric.imagined == "zeros":
+            rows[:here].zero_()
+            rows[here + 1 :].zero_()
+            return
         # Twice as many rows with every kernel: few, long and contiguous, so that they take little of the GPU
         # from the computation. The rows after this rank's own, then those before it.
         done, number = 1, 0
@@ -386,7 +390,11 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _varies(self, tensor: Tensor) -> bool:
         """Whether imagined members have something else than this one in its place."""
-        return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not self.fabric.copies
+        return (
+            tensor.dtype.is_floating_point
+            and tensor.dtype.itemsize > 1
+            and self.fabric.imagined == "different"
+        )
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:

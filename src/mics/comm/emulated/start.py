@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from mics.clusters import find_cluster
-from mics.comm.emulated.fabric import Fabric
+from mics.comm.emulated.fabric import Fabric, Imagined
 from mics.comm.emulated.group import NAME, EmulatedGroup
 from mics.comm.emulated.log import Collective
 from mics.errors import SettingsError
@@ -74,13 +74,14 @@ class Emulation:
 
 
 def emulate(
-    cluster: Cluster | str, *, timeout: timedelta = timedelta(minutes=10), copies: bool = False
+    cluster: Cluster | str, *, timeout: timedelta = timedelta(minutes=10), imagined: Imagined = "different"
 ) -> Emulation:
     """Make this process rank 0 of ``cluster``, a `Cluster` or what ``--cluster`` takes ("p4d.24xlarge:16").
 
     It initialises torch.distributed with the ``emulated`` backend. Collectives take the time that the
-    cluster's cost model gives and write plausible data; everything else is real. With ``copies`` the imagined
-    ranks hold plain copies of this one's parameters: a GPU multiplies those faster than real ones.
+    cluster's cost model gives and write plausible data; everything else is real. ``imagined`` is what
+    other ranks hold of the parameters: something like what this one does, "copies" of it, or "zeros". A GPU
+    multiplies the last two faster than real ones: they are there to compare with figures that were made so.
     """
     found = find_cluster(cluster) if isinstance(cluster, str) else cluster
     if dist.is_initialized():
@@ -89,7 +90,7 @@ def emulate(
             "torch.distributed.destroy_process_group() first"
         )
     fabric = _arm(found)
-    fabric.copies = copies
+    fabric.imagined = imagined
     dist.init_process_group(NAME, store=HashStore(), rank=0, world_size=found.world_size, timeout=timeout)
     return Emulation(fabric)
 
