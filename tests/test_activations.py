@@ -580,6 +580,7 @@ def _cuda_losses(policy: mics.Activations | None) -> list[float]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", list(_POLICIES))
 def test_cuda_losses_are_equal_to_the_bit(name: str) -> None:
     """On streams of their own, with no waiting on the host in a steady step."""

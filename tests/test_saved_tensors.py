@@ -28,7 +28,7 @@ from mics.offload import Offloader
 from tests.ranks import run_ranks
 
 _WIDTH = 64
-_ROWS = 300
+_ROWS = 600  # in bfloat16, too, more than what is too small to leave
 _INPUT = _ROWS * _WIDTH * 4
 
 _ALL = mics.Activations(offload=True, keep_last=0)

@@ -49,18 +49,22 @@ def measure(run: Run, plan: Plan) -> Outcome:
 
 def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | None) -> Outcome:
     job = run.job
+    on_gpu = device.type == "cuda"
+    # What the system before has not given back is not this one's.
+    kept = torch.cuda.memory_allocated() if on_gpu else 0
+    kept_reserved = torch.cuda.memory_reserved() if on_gpu else 0
     trainer = SYSTEMS[run.system].build(job)
     num_steps = plan.num_warmup_steps + plan.num_steps
     steps = iter(_batches(job, num_steps + 2, device))
     losses: list[Tensor] = [trainer.step(next(steps)) for _ in range(plan.num_warmup_steps)]
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
     if run.cluster is None:
         dist.barrier()
     sent = sent_nbytes()
-    timed = _time_on_device if device.type == "cuda" else _time_on_host
+    timed = _time_on_device if on_gpu else _time_on_host
     step_seconds = timed(lambda: losses.append(trainer.step(next(steps))), plan.num_steps)
     if run.cluster is None:
         dist.barrier()
@@ -71,11 +75,9 @@ def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | 
         losses=_means(losses),
         same_start=trainer.same_start,
         tokens_per_step=job.micro_batch * job.accumulation * job.model.seq_len,
-        peak_allocated_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        peak_reserved_nbytes=torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
-        num_alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - retries
-        if device.type == "cuda"
-        else None,
+        peak_allocated_nbytes=torch.cuda.max_memory_allocated() - kept if on_gpu else None,
+        peak_reserved_nbytes=torch.cuda.max_memory_reserved() - kept_reserved if on_gpu else None,
+        num_alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - retries if on_gpu else None,
         uplink_nbytes=_most(sent_after, sent, plan.num_steps),
     )
     if emulation is not None and run.record:
@@ -83,7 +85,7 @@ def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | 
         outcome = replace(
             outcome,
             exposure=_look_inside(run, plan, trainer, batches, device, emulation),
-            host_seconds=_host_seconds(trainer, batches, emulation) if device.type == "cuda" else None,
+            host_seconds=_host_seconds(trainer, batches, emulation) if on_gpu else None,
         )
     trainer.close()
     return outcome
