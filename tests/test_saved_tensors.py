@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from mics import host_memory
 from mics.engine import engine_of
 from mics.errors import MicsError, SettingsError
 from mics.offload import Offloader
+from mics.transfer_clock import TransferClock
 from tests.ranks import run_ranks
 
 _WIDTH = 64
@@ -451,13 +453,93 @@ def test_no_more_host_memory_is_asked_for_than_is_needed() -> None:
         available = int(needed * room) + host_memory._MARGIN_NBYTES
         model, offloader = _sharded(Uneven(), _NONE)
         assert offloader is not None
-        offloader.pool._share = available - host_memory._MARGIN_NBYTES
         with patch.object(host_memory, "available_nbytes", lambda room=available: room):
             if fits:
                 model(torch.rand(_ROWS, _WIDTH)).backward()
             else:
                 with pytest.raises(MicsError, match="GiB of host memory for"):
                     model(torch.rand(_ROWS, _WIDTH))
+
+
+def test_a_forward_that_is_dropped_says_nothing_about_the_next() -> None:
+    """Evaluations with gradients, and batches that are skipped: neither host memory nor fractions change."""
+    for offload, leaving in ((True, 4), (0.5, 2)):
+        policy = mics.Activations(offload=offload, keep_last=0)
+        model, offloader = _sharded(Stack(Gated), policy)
+        assert offloader is not None
+        for step in range(6):
+            if step in (2, 3):
+                for _ in range(3):
+                    loss = model(torch.rand(_ROWS, _WIDTH))
+                del loss
+            before = offloader.offloaded_nbytes if step in (2, 3) else 0
+            model(torch.rand(_ROWS, _WIDTH)).backward()
+            assert offloader.offloaded_nbytes - before == leaving * _INPUT, (offload, step)
+        expected = offloader.expected_nbytes()
+        assert expected is not None and expected.on_host == leaving * _INPUT
+        # Two of them are alive at once where a variable gets the next one's loss.
+        assert offloader.pool.nbytes <= 2 * leaving * _INPUT
+
+
+def test_host_memory_is_looked_at_when_it_is_needed() -> None:
+    """Not while the model is sharded, when a loaded checkpoint may still be in the way."""
+    with patch.object(host_memory, "available_nbytes", lambda: 0):
+        model, _ = _sharded(Stack(Gated), _ALL)
+        with pytest.raises(MicsError, match="found 0 GiB available"):
+            model(torch.rand(_ROWS, _WIDTH))
+    model(torch.rand(_ROWS, _WIDTH)).backward()
+
+
+class Columns(nn.Module):
+    """Each block gets a column of one buffer, which is filled just before and without a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        buffer = torch.zeros(_ROWS, 4, _WIDTH)
+        for number, block in enumerate(self.blocks):
+            buffer.data[:, number] = torch.sin(x.detach() + number)
+            x = block(x, buffer[:, number])
+        return x.square().mean()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return torch.tanh(self.line(x) * scale)
+
+
+def test_memory_between_the_parts_of_a_tensor_may_be_filled_later() -> None:
+    plain = _train(_sharded(Columns(), None)[0], _batches())
+    for policy in (_ALL, _NONE, _EVERY_OTHER):
+        assert all(map(torch.equal, _train(_sharded(Columns(), policy)[0], _batches()), plain))
+
+
+def test_a_transfer_before_any_backward_is_not_timed() -> None:
+    """A unit takes a gradient through units before it, in its forward."""
+    clock = TransferClock()
+    with patch.object(torch.cuda, "Event", side_effect=AssertionError("no GPU here")), clock.transfer():
+        pass
+    assert not clock.is_read()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "found"),
+    [
+        (nn.Linear(4, 4), {}, "with units, found none"),
+        (nn.Linear(4, 4), {"checkpoint": "none", "offload": True}, "with units, found none"),
+        (Stack(Gated), {"checkpoint": lambda module: False, "offload": True}, "takes none of 4"),
+    ],
+)
+def test_settings_that_would_change_nothing(model: nn.Module, settings: dict[str, Any], found: str) -> None:
+    with pytest.raises(SettingsError, match=found):
+        mics.shard(model, partition_size=1, activations=mics.Activations(**settings))
+    mics.shard(model, partition_size=1, activations=mics.Activations(checkpoint="none"))
 
 
 def test_a_limit_in_bytes_holds_when_sizes_change() -> None:
@@ -468,10 +550,14 @@ def test_a_limit_in_bytes_holds_when_sizes_change() -> None:
         assert 0 < offloader.pool.nbytes <= 1_000_000
 
 
+@pytest.mark.parametrize("own", ["/", "/job/step"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_container(tmp_path: Any, version: int) -> None:
-    folder = tmp_path / ("memory" if version == 1 else "")
-    folder.mkdir(exist_ok=True)
+def test_the_limit_of_a_container(tmp_path: Path, version: int, own: str) -> None:
+    """Its own, or one of a control group inside it, as batch systems make them."""
+    folder = tmp_path / ("memory" if version == 1 else "") / own.removeprefix("/").removesuffix("/step")
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = tmp_path / "cgroup"
+    ours.write_text(f"7:cpu,cpuacct:/x\n5:memory:{own}\n" if version == 1 else f"0::{own}\n")
     names = (
         ("memory.limit_in_bytes", "memory.usage_in_bytes")
         if version == 1
@@ -481,7 +567,7 @@ def test_the_limit_of_a_container(tmp_path: Any, version: int) -> None:
     (folder / names[1]).write_text("600000\n")
     statistics = "inactive_file 100000\ntotal_inactive_file 100000\n"
     (folder / "memory.stat").write_text(statistics)
-    with patch.object(host_memory, "_CGROUP", tmp_path):
+    with patch.multiple(host_memory, _CGROUPS=tmp_path, _OWN_CGROUPS=ours):
         assert host_memory._of_the_container() == 500_000
         (folder / names[0]).write_text("max\n")
         assert host_memory._of_the_container() is None

@@ -32,7 +32,8 @@ class Activations:
     (float) of the units, the first ones, or at most so many bytes (int) at a time.
     ``offload_uncheckpointed``: so does whatever else units save that are not computed again; "auto" where
     none is. ``keep_last``: units whose activations stay on the device because backward needs them at once.
-    ``check_determinism`` compares shapes and formats of what is computed again with those of the first time.
+    ``preserve_rng_state`` computes again with the random numbers of the first time (dropout), and
+    ``check_determinism`` compares shapes and formats of what is computed again with those of then.
     """
 
     checkpoint: Literal["unit", "none"] | type[nn.Module] | Callable[[nn.Module], bool] = "unit"
@@ -108,13 +109,26 @@ class Activations:
     def taken(self, modules: Sequence[nn.Module]) -> tuple[bool, ...]:
         """Which units are computed again. Asked once: a callable may have its own ideas the second time."""
         found = tuple(self.takes(number, module) for number, module in enumerate(modules))
-        if isinstance(self.checkpoint, type) and not any(found):
-            kinds = ", ".join(sorted({type(module).__name__ for module in modules})) or "none"
-            raise SettingsError(
-                f"Activations.checkpoint: expected a class of which there are units, found "
+        asks = self.checkpoint != "none" or bool(self.offload)
+        if asks and not any(recomputes or self.moves(recomputes=recomputes) for recomputes in found):
+            raise SettingsError(self._takes_none(modules))
+        return found
+
+    def _takes_none(self, modules: Sequence[nn.Module]) -> str:
+        if not modules:
+            return (
+                "activations: expected a model with units, found none; name its blocks: mics.shard(units=...)"
+            )
+        kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
+        if isinstance(self.checkpoint, type):
+            return (
+                "Activations.checkpoint: expected a class of which there are units, found "
                 f"{self.checkpoint.__name__}; units are: {kinds}"
             )
-        return found
+        return (
+            "Activations.checkpoint: expected a callable that takes units, found one that takes none of "
+            f"{len(modules)}; units are: {kinds}"
+        )
 
     def moves(self, *, recomputes: bool) -> bool:
         """Whether what a unit saves goes to host memory, as far as the other settings allow."""
@@ -244,6 +258,7 @@ def _without_cache(module: nn.Module, forward: Forward, *, recomputes: bool) -> 
 
     Units that are not computed again get none either: the others would take it for one that began filled.
     """
+    module_forward = module.forward
 
     def without_cache(*args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
@@ -267,7 +282,6 @@ def _without_cache(module: nn.Module, forward: Forward, *, recomputes: bool) -> 
         }
         return forward(*(None if _is_cache(value) else value for value in args), **kept)
 
-    module_forward = module.forward
     return without_cache
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 from weakref import finalize
@@ -13,17 +14,11 @@ from torch import Tensor
 from mics.errors import MicsError
 
 _MARGIN_NBYTES: Final = 1 << 30  # of the host's memory that is left to others
-_CGROUP: Final = Path("/sys/fs/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 # Limit, use, and what in memory.stat is pages of files: of the second version of cgroups, and of the first.
-_CGROUP_FILES: Final = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file "),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file ",
-    ),
-)
+_FILES: Final = ("memory.max", "memory.current", "inactive_file ")
+_FILES_BEFORE: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
 _GIB: Final = 2**30
 
 
@@ -38,10 +33,8 @@ class HostPool:
         self._pin = pin
         self._user = user  # whose buffers they are, and what can be done without them: for errors
         self._remedy = remedy
-        available = available_nbytes()
-        # The ranks of a node ask for as much at about the same time: each has its part of what is there now.
         self._num_sharing = num_sharing
-        self._share = None if available is None else (available - _MARGIN_NBYTES) / num_sharing
+        self._share: float | None = None  # of the memory that was there when the first buffer was asked for
         self._free: list[Tensor] = []  # by size, the smallest first
         self.nbytes = 0
         self.used_nbytes = 0  # of buffers that somebody has
@@ -64,20 +57,26 @@ class HostPool:
             return
         available = available_nbytes() or 0
         ranks = (
-            f", this node's {self._num_sharing} ranks sharing what there is" if self._num_sharing > 1 else ""
+            f", its share of what there was for the node's {self._num_sharing} being "
+            f"{max(0.0, self._share or 0) / _GIB:.3g} GiB"
+            if self._num_sharing > 1
+            else ""
         )
         raise MicsError(
-            f"{self._user}: expected {nbytes / _GIB:.3g} GiB of host memory for {what}{ranks} (and "
+            f"{self._user}: expected {nbytes / _GIB:.3g} GiB of host memory for {what} (and "
             f"{_MARGIN_NBYTES / _GIB:.0f} GiB left to others), found {available / _GIB:.3g} GiB available "
-            f"beside {self.nbytes / _GIB:.3g} GiB that this rank has for it already; {self._remedy}"
+            f"beside {self.nbytes / _GIB:.3g} GiB that this rank has for it already{ranks}; {self._remedy}"
         )
 
     def _room_for(self, nbytes: int) -> bool:
-        if nbytes <= self.nbytes or self._share is None:
+        if nbytes <= self.nbytes:
             return True
         available = available_nbytes()
         if available is None:
             return True
+        if self._share is None or self.nbytes == 0:
+            # The ranks of a node ask for as much at about the same time: each has its part of what is there.
+            self._share = (available - _MARGIN_NBYTES) / self._num_sharing
         return nbytes <= self._share and nbytes - self.nbytes + _MARGIN_NBYTES <= available
 
     def take(self, nbytes: int, what: str) -> Tensor:
@@ -117,16 +116,18 @@ class HostPool:
     def _drop(self, buffer: Tensor) -> None:
         self.nbytes -= buffer.numel()
         if self._pinned.pop(buffer.data_ptr(), None) is not None:
-            _unpin(buffer)
+            _unpin([buffer])
 
 
-def _unpin(buffer: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+def _unpin(buffers: Collection[Tensor]) -> None:
+    if buffers:
+        torch.cuda.synchronize()  # the GPU may be behind, and still copy what was given back here long ago
+    for buffer in buffers:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
 def _unpin_all(buffers: dict[int, Tensor]) -> None:
-    for buffer in buffers.values():
-        _unpin(buffer)
+    _unpin(buffers.values())
     buffers.clear()
 
 
@@ -146,15 +147,35 @@ def _of_the_host() -> int | None:
 
 
 def _of_the_container() -> int | None:
-    found = [_left_in_container(*files) for files in _CGROUP_FILES]
+    """By the limits of this process's control group and of all that it is in."""
+    found = [_left_in(folder, *files) for folder, files in _control_groups()]
     return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
 
-def _left_in_container(limit_file: str, used_file: str, statistics_file: str, files: str) -> int | None:
+def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
     try:
-        limit = (_CGROUP / limit_file).read_text().strip()
-        used = int((_CGROUP / used_file).read_text())
-        statistics = (_CGROUP / statistics_file).read_text().splitlines()
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    # A container may see its own as the root, whatever the name that the host has for it.
+    paths = {"": "/", "memory": "/", **{line.split(":")[1]: line.split(":", 2)[2] for line in lines}}
+    for controller, path in paths.items():
+        if "memory" in controller.split(","):
+            root, files = _CGROUPS / "memory", _FILES_BEFORE
+        elif controller == "":
+            root, files = _CGROUPS, _FILES
+        else:
+            continue
+        own = Path(path.removeprefix("/"))
+        for inner in (own, *own.parents):
+            yield root / inner, files
+
+
+def _left_in(folder: Path, limit_file: str, used_file: str, files: str) -> int | None:
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        used = int((folder / used_file).read_text())
+        statistics = (folder / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
     if not limit.isdecimal():

@@ -52,11 +52,26 @@ class ExpectedBytes:
 
 
 @dataclass(eq=False)
+class Pass:
+    """One forward of the model. Several that come before a backward count as one."""
+
+    first_place: int
+    sizes: list[GroupBytes] = field(default_factory=list)  # of its groups
+    groups: list[ref[Group]] = field(default_factory=list)
+    is_reached: bool = False  # by a backward
+
+    def is_alive(self) -> bool:
+        """Whether a backward can still come."""
+        return any(group() is not None for group in self.groups)
+
+
+@dataclass(eq=False)
 class Group:
     """What one forward of a unit saved. It lives as long as anything of it does."""
 
-    forward: int  # number of the model's forward
-    place: int  # among the groups of that forward
+    forward: int  # number of the passes that count as one
+    place: int  # among the groups of them
+    part_of: Pass
     sizes: GroupBytes = field(default_factory=GroupBytes)
     members: list[ref[Saved]] = field(default_factory=list)
     is_wanted: bool = False  # the backward has come to it, or it was sent for
@@ -107,7 +122,7 @@ class Offloader:
         self._num_begun = 0  # forwards, also those that go on where one ended
         self._num_open = 0  # units in whose forward what they save is watched
         self._num_groups = 0  # of this forward
-        self._of_groups: list[GroupBytes] = []
+        self._passes = [Pass(0)]  # of this forward
         self._of_groups_before: list[GroupBytes] = []  # in the forward before
         self._num_left = 0  # groups of this forward of which something left
         self._least_nbytes = math.inf  # of what left of one of them
@@ -132,28 +147,35 @@ class Offloader:
         """
         self._num_begun += 1
         if self._last is None:
+            # Through those whose results are gone nobody will go back.
+            alive = [each for each in self._passes if each.is_alive()]
+            self._passes = [*alive, Pass(self._num_groups)]
             return
         self._let_go(but=0)
         if self.saved_nbytes:
-            self._expected_groups = self._num_groups
-            self._of_groups_before, self._last_peak = self._of_groups, self._held.peak
+            self._of_groups_before, self._last_peak = self._of_groups_reached(), self._held.peak
+            self._expected_groups = len(self._of_groups_before)
         self.plans.begin()
         if self._clock is not None and self._clock.is_read():
             self.plans.look_ahead(Prefetch(units=self._clock.horizon()))
             self._clock = None
         self._num_forwards += 1
         self._num_groups = self.offloaded_nbytes = self.saved_nbytes = 0
-        self._of_groups = []
+        self._passes = [Pass(0)]
         self._num_left, self._least_nbytes = 0, math.inf
         self._held.peak = self._held.nbytes
         self._last = None
+
+    def _of_groups_reached(self) -> list[GroupBytes]:
+        """Of forwards that a backward went through: one that was dropped says nothing about a step."""
+        return [sizes for each in self._passes if each.is_reached for sizes in each.sizes]
 
     def expected_nbytes(self) -> ExpectedBytes | None:
         """By what units save; None before a step has shown it.
 
         What a unit sends away is on the device until the next one has ended.
         """
-        groups = self._of_groups if self._last is not None else self._of_groups_before
+        groups = self._of_groups_reached() if self._last is not None else self._of_groups_before
         if not groups:
             return None
         most = staying = passing = 0
@@ -171,11 +193,12 @@ class Offloader:
     @contextmanager
     def saving(self, stays: Callable[[Tensor], bool]) -> Iterator[None]:
         """Inside, what autograd saves is one group, but for tensors that ``stays`` names (parameters)."""
-        group = Group(self._num_forwards, self._num_groups)
+        group = Group(self._num_forwards, self._num_groups, self._passes[-1])
         self._num_groups += 1
         self._groups[group.forward, group.place] = group
         self._leaving.append([])
-        self._of_groups.append(group.sizes)
+        group.part_of.groups.append(ref(group))
+        group.part_of.sizes.append(group.sizes)
 
         def pack(tensor: Tensor) -> Any:
             if not is_plain(tensor):
@@ -215,20 +238,25 @@ class Offloader:
             return None
         storage, view = tensor.untyped_storage(), View.of(tensor)
         region = Region.behind(view, storage.nbytes())
+        used_nbytes = min(view.nbytes, view.extent_nbytes)
         # Views count edits with what they are views of; others may share memory and count for themselves.
         base = tensor._base
         root = tensor if base is None else base
         # By forward: between two of them memory may be filled anew without a trace (by a broadcast, say).
         key = (id(root), storage.data_ptr(), region, tensor._version, self._num_begun)
-        known = self._known.get(key)
+        # Where a tensor has gaps all of the memory leaves, and the gaps may be filled later in the forward,
+        # again without a trace: another unit's tensor in them is saved anew.
+        keys = [key] if used_nbytes == region.nbytes else [(*key, view), (*key, group.forward, group.place)]
+        found = (self._known.get(each) for each in keys)
+        known = next((one for one in found if one is not None), None)
         if known is not None and not known.memory.expired() and known.root() is root:
             # Several units save it, and somebody has held it all the while. What is on the host serves again.
             if known.on_device is None:
                 known.be_on_device(tensor.detach(), is_original=True)
                 self._leaving[-1].append(ref(known))
                 group.sizes.pass_by += known.nbytes
+            self._known.update(dict.fromkeys(keys, known))
             return known
-        used_nbytes = min(view.nbytes, view.extent_nbytes)
         if region.nbytes < LEAST_NBYTES or used_nbytes < _LEAST_PART * region.nbytes:
             return None
         saved = Saved(
@@ -240,7 +268,7 @@ class Offloader:
             held=self._held,
         )
         saved.be_on_device(tensor.detach(), is_original=True)
-        self._known[key] = saved
+        self._known.update(dict.fromkeys(keys, saved))
         self.saved_nbytes += saved.nbytes
         if self._should_leave(saved, group):
             self._send_away(saved)
@@ -252,15 +280,16 @@ class Offloader:
 
     def _should_leave(self, saved: Saved, group: Group) -> bool:
         """The last ones stay, because backward needs them at once; so does what is over the budget."""
-        if group.place % self._expected_groups >= self._num_leaving():
+        if self._place_in_forward(group) >= self._num_leaving():
             return False
         return self.pool.used_nbytes + saved.nbytes <= self._limit
 
-    def _num_leaving(self) -> float:
-        """Groups of a forward that leave, the first ones: they wait longest.
+    def _place_in_forward(self, group: Group) -> int:
+        """There are more groups behind a forward that nobody goes back through, its result still held."""
+        return (group.place - self._passes[0].first_place) % self._expected_groups
 
-        There are more groups behind a forward that nobody went back through.
-        """
+    def _num_leaving(self) -> float:
+        """Groups of a forward that leave, the first ones: they wait longest."""
         keep = self.horizon if self._keep_last is None else self._keep_last
         share = 1.0 if self._fraction is None else self._fraction
         return min(self._expected_groups - keep, share * self._expected_groups)
@@ -293,8 +322,7 @@ class Offloader:
             return
         self._num_left += 1
         self._least_nbytes = min(self._least_nbytes, group.sizes.leave)
-        place = group.place % self._expected_groups
-        to_come = math.ceil(self._num_leaving() - place - 1)
+        to_come = math.ceil(self._num_leaving() - self._place_in_forward(group) - 1)
         if self._num_left > 1 and to_come > 0:
             wanted = min(self.pool.used_nbytes + to_come * self._least_nbytes, self._limit)
             self.pool.require(int(wanted), f"what {self._expected_groups} units save in a forward, at least")
@@ -318,7 +346,7 @@ class Offloader:
 
     def _reach(self, group: Group) -> None:
         """The backward has come to ``group``: send for it as a whole, and for what will follow."""
-        group.is_reached = True
+        group.is_reached = group.part_of.is_reached = True
         self._leaving = []  # what has not left yet is needed soon
         if self._clock is not None:
             self._clock.reach(self._device)

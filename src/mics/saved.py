@@ -177,7 +177,7 @@ class SavedInputs:
 
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
-        self._of_a_unit = 0
+        self._kept = self._last_kept = 0  # since the last backward, and before it
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
         self._latest: StorageWeakRef | None = None
         self._num_added = 0  # since it was last looked which are still there
@@ -190,9 +190,8 @@ class SavedInputs:
         if self._num_added > self._num_units or (self._latest is not None and self._latest.expired()):
             self._drop_freed()
         if not self._alive:
-            self._last_peak = self._peak
-            self._now = self._peak = self._of_a_unit = 0
-        before = self._now
+            self._last_peak, self._last_kept = self._peak, self._kept
+            self._now = self._peak = self._kept = 0
         for tensor in tensors:
             if is_plain(tensor):
                 storage = tensor.untyped_storage()
@@ -200,7 +199,7 @@ class SavedInputs:
                     self._latest = StorageWeakRef(storage)
                     self._alive[storage.data_ptr()] = self._latest, storage.nbytes()
                     self._now += storage.nbytes()
-        self._of_a_unit = max(self._of_a_unit, self._now - before)
+                    self._kept += storage.nbytes()
         self._peak = max(self._peak, self._now)
 
     def _drop_freed(self) -> None:
@@ -211,8 +210,8 @@ class SavedInputs:
                 self._now -= nbytes
 
     def expected_nbytes(self) -> int | None:
-        """As much for every unit as the one that kept most; None before one has."""
-        return self._num_units * self._of_a_unit or None
+        """What units keep between two backwards, if nobody frees any of it; None before one has."""
+        return self._kept or self._last_kept or None
 
     def held_nbytes(self) -> int:
         """The most bytes at once since the last backward."""
