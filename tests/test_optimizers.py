@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import mics
 from tests import toys
 from tests.compare import SHARDINGS, assert_trains_like_plain
 from tests.ranks import run_ranks
@@ -140,35 +142,111 @@ def test_two_optimizers_on_one_model() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-def _closure(sharded: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    torch.manual_seed(0)
-    model = toys.Chain()
-    if sharded:
-        import mics
+def _doubles(step: int, number: int, rank: int) -> list[torch.Tensor]:
+    return [tensor.double() for tensor in toys.floats(step, number, rank)]
 
-        mics.shard(model, partition_size=2)
+
+def _closure(sharded: bool, habit: str, partition_size: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = toys.Chain().double()
+    if sharded:
+        mics.shard(model, partition_size=partition_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(3):
+    ranks = [dist.get_rank()] if sharded else range(dist.get_world_size())
+
+    def go_back(step: int, number: int) -> torch.Tensor:
+        losses = [model(*_doubles(step, number, rank)) for rank in ranks]
+        loss: torch.Tensor = sum(losses) / len(losses)  # type: ignore[assignment]
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        if habit == "accumulates":
+            go_back(step, 0)
 
         def closure(step: int = step) -> torch.Tensor:
+            if habit == "clears":
+                optimizer.zero_grad()
+            elif habit == "zeroes":
+                optimizer.zero_grad(set_to_none=False)
+            elif habit == "fails" and step == 1:
+                raise ValueError("no more data")
+            return go_back(step, 1)
+
+        with suppress(ValueError):
+            optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        if habit == "accumulates":
             optimizer.zero_grad()
-            ranks = [dist.get_rank()] if sharded else range(dist.get_world_size())
-            losses_of_ranks = [model(*toys.floats(step, 0, rank)) for rank in ranks]
-            loss = sum(losses_of_ranks) / len(losses_of_ranks)
-            loss.backward()
-            return loss
+        elif habit == "fails":  # and goes on as others do
+            optimizer.zero_grad()
+            go_back(step, 2)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    return mics.full_state_dict(model) if sharded else dict(model.state_dict())
 
-        losses.append(optimizer.step(closure).item())
-    return (mics.full_state_dict(model) if sharded else model.state_dict()), losses
 
-
-def test_a_closure_given_to_step() -> None:
-    """`optimizer.step(closure)`: the gradients of the closure are what the step uses."""
-    found, _ = run_ranks(4, _closure, True)[0]
-    expected, _ = run_ranks(4, _closure, False)[0]
+@pytest.mark.parametrize("partition_size", [2, 4])
+@pytest.mark.parametrize("habit", ["clears", "zeroes", "accumulates", "fails"])
+def test_a_closure_given_to_step(habit: str, partition_size: int) -> None:
+    """The step uses the closure's gradients, and those from before it."""
+    found = run_ranks(4, _closure, True, habit, partition_size)[0]
+    expected = run_ranks(4, _closure, False, habit, partition_size)[0]
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: int | None) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != skip:
+                x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def _replace_gradients() -> list[Any]:
+    torch.manual_seed(0)
+    model = mics.shard(_Blocks(), partition_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for skip in (None, 0, None):
+        model(torch.ones(2, 6), skip).backward()
+        before = mics.traffic(model).calls.get(("world", "all_reduce"), 0)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clamp(-1, 1)
+        found.append(mics.traffic(model).calls.get(("world", "all_reduce"), 0) - before)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return found
+
+
+def test_gradients_are_there_on_all_ranks_or_on_none() -> None:
+    """Also of parameters so small that some ranks have nothing of them, and with one agreement a step."""
+    assert run_ranks(4, _replace_gradients) == [[1, 1, 1]] * 4
+
+
+def _norm_of_doubles() -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = toys.Chain().double()
+    loss = model(*_doubles(0, 0, 0))
+    loss.backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    model.zero_grad()
+    mics.shard(model, partition_size=2)
+    model(*_doubles(0, 0, 0)).backward()
+    return mics.clip_grad_norm_(model, 1.0).item(), expected
+
+
+def test_norms_of_doubles_are_doubles() -> None:
+    for found, expected in run_ranks(2, _norm_of_doubles):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 class _Signed(torch.optim.Optimizer):

@@ -73,12 +73,14 @@ class Boundary:
         self._in_use: InUse | None = None  # full gradients that are being laid out
         # What the latest clipping found, until there are new gradients: units, and the norm of each.
         self._clipped: tuple[list[Unit], Tensor] | None = None
-        self._shown: list[tuple[Unit, int]] = []  # whose plain gradients the optimizer sees now
+        # What an optimizer at work sees in place of guarded gradients; None where it should see nothing.
+        self._shown: list[tuple[Unit, int, Tensor | None]] = []
 
     # -- gradients ----------------------------------------------------------------------------------
 
     def reduce(self, unit: Unit) -> None:
         """Hop 1 of a unit whose backward is over, and hop 2 if this micro-step is the last."""
+        self.guard_again()  # an optimizer's step that was broken off
         self._adopt_assigned(unit)
         self._let_go()
         in_use = unit.gradients.reduce(self._buffer(unit), self._scale)
@@ -197,10 +199,12 @@ class Boundary:
 
     def _norms(self, units: Sequence[Unit], norm_type: float) -> Tensor:
         """The norm of this rank's piece of each unit's gradient: [len(units)]."""
+        exact = any(unit.spec.grad_dtype is torch.float64 for unit in self.trainable)
+        dtype = torch.float64 if exact else torch.float32
         pieces = [unit.gradients.unique_gradient() for unit in units]
         if not pieces:
-            return torch.zeros(0, device=self._device)
-        return torch.stack([norm.float() for norm in torch._foreach_norm(pieces, norm_type)])
+            return torch.zeros(0, dtype=dtype, device=self._device)
+        return torch.stack([norm.to(dtype) for norm in torch._foreach_norm(pieces, norm_type)])
 
     def _total_norm(self, units: Sequence[Unit], norm_type: float) -> Tensor:
         norms = self._norms(units, norm_type)
@@ -245,13 +249,17 @@ class Boundary:
             if isinstance(value, ShardGrad):
                 value.check_kept()
         unit.gradients.make_reduced()
+        if not self._fresh_grads:
+            # Unless it is news to the ranks that a parameter has a gradient, they have agreed already.
+            self._clipped = None
+            self._agreement.settle()
+            self._fresh_grads = not all(self._agreement.used(unit, index) for index in assigned)
         for index, value in zip(assigned, values, strict=True):
             assert value is not None
             unit.gradients.views[index].copy_(value.as_subclass(Tensor))
             unit.gradients.used[index] = True
             unit.shards[index].grad = None
         self._show(unit)
-        self._fresh_grads = True
 
     def reduce_buffers(self) -> list[ReduceBuffer]:
         """The buffers hop 1 works in, for each reduce format in use."""
@@ -302,24 +310,37 @@ class Boundary:
 
     def before_step(self, members: Sequence[tuple[Unit, int]]) -> None:
         """Show the optimizer plain gradients; none for parameters that no rank used."""
+        self.guard_again()
         self.synchronize()
         for unit in {id(unit): unit for unit, _ in members}.values():
             unit.check_intact()
             unit.gradients.drop_cleared()
         self._agreement.settle()
-        self._shown = [(unit, index) for unit, index in members if unit.shards[index].grad is not None]
-        for unit, index in self._shown:
+        for unit, index in members:
             shard = unit.shards[index]
-            # An empty shard has nothing to update, and not every kernel likes empty tensors.
-            hidden = shard.numel() == 0 or not self._agreement.used(unit, index)
-            shard.grad = None if hidden else unit.gradients.views[index]
+            if shard.grad is None:
+                continue
+            if self._agreement.used(unit, index):
+                # An empty shard has nothing to update, and not every kernel likes empty tensors.
+                plain = unit.gradients.views[index] if shard.numel() else None
+                self._shown.append((unit, index, plain))
+                shard.grad = plain
+            else:
+                shard.grad = None
+
+    def guard_again(self) -> None:
+        """Put guarded gradients back in place of what an optimizer was shown."""
+        # A hook that clears gradients clears all of them: what is left tells whether one has.
+        seen = [unit.shards[index].grad is plain for unit, index, plain in self._shown if plain is not None]
+        for unit, index, plain in self._shown:
+            shard = unit.shards[index]
+            if shard.grad is plain and (plain is not None or all(seen)):
+                shard.grad = self._guards[unit.spec.index][index]
+        self._shown = []
 
     def after_step(self, members: Sequence[tuple[Unit, int]]) -> None:
         """Guard the gradients again and bring the new values to all replicas."""
-        for unit, index in self._shown:
-            if unit.shards[index].grad is unit.gradients.views[index]:  # and not cleared by a hook in between
-                unit.shards[index].grad = self._guards[unit.spec.index][index]
-        self._shown = []
+        self.guard_again()
         self.audit.count_step()
         units = list({id(unit): unit for unit, _ in members}.values())
         if self._schedule is not None:

@@ -93,9 +93,26 @@ def optimizer_state_nbytes(boundary: Boundary) -> int:
     return found
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for boundary, members in _find_members(optimizer).items():
-        boundary.before_step(members)
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    found = _find_members(optimizer)
+    closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
+    if not found or not callable(closure):
+        for boundary, members in found.items():
+            boundary.before_step(members)
+        return None
+
+    def with_plain_gradients() -> Any:
+        """There may be backwards in it: gradients are those of the whole world when it is over."""
+        for boundary in found:
+            boundary.guard_again()
+        result = closure()
+        for boundary, members in found.items():
+            boundary.before_step(members)
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": with_plain_gradients}
+    return (args[0], with_plain_gradients, *args[2:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

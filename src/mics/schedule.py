@@ -19,11 +19,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
-from mics.scheduled_site import Call, Forward, ScheduledSite
+from mics.scheduled_site import Call, Forward, Input, ScheduledSite
 from mics.tensor_trees import cast_floats, is_plain, num_rows, replace_in_place, replace_tensors, tensors_in
 from mics.unit import Unit, send_for
 
@@ -70,6 +71,9 @@ class Schedule:
         for site in sites:
             for unit in site.units:
                 self._sites_of.setdefault(unit.spec.index, []).append(site)
+        self._open: list[Forward] = []  # with gradients, the innermost last
+        self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of this forward: tensor -> Input
+        self._readers: list[tuple[ScheduledSite, Sequence[Input]]] = []  # that a backward may come to
         self._on_demand: dict[int, Unit] = {}  # units whose parameters are read without calling their module
         for unit in self._units:
             unit.on_access = self._accessed
@@ -112,7 +116,8 @@ class Schedule:
         if site.cast_to is not None:
             args, kwargs = cast_floats((args, kwargs), site.cast_to)
         if torch.is_grad_enabled():
-            site.forwards[-1] = self._watch_inputs(site, (args, kwargs))
+            site.forwards[-1] = forward = self._watch_inputs(site, (args, kwargs))
+            self._open.append(forward)
         return None if site.cast_to is None else (args, kwargs)
 
     def _post_forward(
@@ -126,6 +131,8 @@ class Schedule:
         if self.suspended or site.depth == 0:
             return None
         forward = site.forwards.pop()
+        if forward is not None:
+            self._open.remove(forward)
         # Results may also be left in the arguments (a list that the forward appends to), and in attributes.
         returned, kept, watched = output, site.kept_tensors(), False
         try:
@@ -186,9 +193,21 @@ class Schedule:
     def _begin_forward(self) -> None:
         self._notice_failed_backward()
         if not self.in_backward:
-            self.arena.finish(self.plans.begin())
+            self._finish_order()
             self._drop_stale()
             self._before_root()
+
+    def _finish_order(self) -> None:
+        """What the forward and the backward since the last one needed is known."""
+        for site, inputs in self._readers:
+            # Its backward is over when others' are, too, or with the whole of it. This one may not have come
+            # there, and the next may: a loss that begins later, of a tower that shares its input.
+            if all(each.num_readers > 1 for each in inputs):
+                for unit in site.units:
+                    self.arena.stays(unit)
+        self._readers.clear()
+        self._inputs.clear()
+        self.arena.finish(self.plans.begin())
 
     def _drop_stale(self) -> None:
         """Release units that were sent for and not needed after all (an evaluation has no backward)."""
@@ -225,7 +244,12 @@ class Schedule:
                 self._watch_leaf(site, call, tensor)
             else:
                 tensor.register_hook(partial(self._leave, site, call))
-        return Forward(call, {key: tensor.grad_fn for key, tensor in watched.items()})
+        readings = []
+        for key, tensor in watched.items():
+            reading = self._inputs.setdefault(tensor, Input())
+            reading.num_readers += not any(key in outer.inputs for outer in self._open)
+            readings.append(reading)
+        return Forward(call, {key: tensor.grad_fn for key, tensor in watched.items()}, readings)
 
     def _watch_leaf(self, site: ScheduledSite, call: Call, leaf: Tensor) -> None:
         """Follow an input that is a leaf, as in a reentrant checkpoint's own backward.
@@ -249,6 +273,8 @@ class Schedule:
                 continue
             tensor.register_hook(partial(self._enter, site, forward.call))
         site.num_waiting += bool(watched)
+        if watched and not self.in_backward:
+            self._readers.append((site, forward.readings))
         return bool(watched)
 
     def _enter(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
@@ -343,7 +369,7 @@ class Schedule:
         self._num_boundaries += 1
         if self.in_backward or self._depth or not self.plans.is_final or self.plans.prefetch.units == 0:
             return
-        self.arena.finish(self.plans.begin())
+        self._finish_order()
         if not self.arena.wants_planning():
             return
         # Outputs that no loss is made of never see a backward. One that comes all the same is refused.

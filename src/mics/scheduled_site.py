@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,20 @@ class Call:
     live_in: int = 0  # number of the backward that is inside this call; 0: none
 
 
+@dataclass(eq=False)
+class Input:
+    """A tensor that forwards of sites take."""
+
+    num_readers: int = 0  # but for those inside one another
+
+
 @dataclass(frozen=True, eq=False)
 class Forward:
     """A forward under way with gradients."""
 
     call: Call
     inputs: dict[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
+    readings: Sequence[Input]  # the same inputs
 
 
 @dataclass(eq=False)
