@@ -22,7 +22,7 @@ _ROWS = 300  # a saved input has 75 KiB: large enough to be moved
 
 
 class Block(nn.Module):
-    """With dropout, so that recomputation must repeat random numbers; and a list that may carry results."""
+    """With dropout, so that recomputation must repeat random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,17 +221,16 @@ def test_a_full_host_is_an_error_that_says_how_much() -> None:
 
 def test_an_edit_of_what_stays_is_noticed() -> None:
     """As torch notices it without offload; what has left keeps the values it had."""
-    model = mics.shard(nn.ModuleList([nn.Tanh()]), partition_size=1)
-    del model
 
-    class Edits(Stack):
+    class EditsLate(Stack):
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)
             out = self.blocks[1](self.blocks[0](x))
             x.mul_(2)
             return out.sum()
 
-    edits = mics.shard(Edits(2), partition_size=1, activations=mics.Activations(offload=1.0, keep_last=2))
+    policy = mics.Activations(offload=1.0, keep_last=2)
+    edits = mics.shard(EditsLate(2), partition_size=1, activations=policy)
     loss = edits(torch.rand(_ROWS, _WIDTH))
     with pytest.raises(RuntimeError, match="changed in place"):
         loss.backward()
