@@ -422,7 +422,8 @@ def test_lean_is_the_default_where_activations_are_offloaded() -> None:
         (mics.Activations(offload=True), True),
         (mics.Activations(offload=0.5), True),
     ):
-        model = mics.shard(nn.Sequential(nn.Linear(4, 4)), activations=activations)
+        blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = mics.shard(blocks, activations=activations)
         assert engine_of(model).boundary.lends_memory == lean
     for wrong in ("yes", 1, 0, None):
         with pytest.raises(mics.SettingsError, match='lean: expected "auto", True or False'):

@@ -273,7 +273,7 @@ class Schedule:
                 continue
             tensor.register_hook(partial(self._enter, site, forward.call))
         site.num_waiting += bool(watched)
-        if watched and not self.in_backward:
+        if watched and forward.call.needs_params and not self.in_backward:
             self._readers.append((site, forward.readings))
         return bool(watched)
 
