@@ -481,6 +481,27 @@ def test_a_forward_that_is_dropped_says_nothing_about_the_next() -> None:
         assert offloader.pool.nbytes <= 2 * leaving * _INPUT
 
 
+def test_a_backward_of_long_before() -> None:
+    """Of a forward from before the latest one, whose own backward has not come and never will."""
+
+    def trained(policy: mics.Activations | None) -> list[Tensor]:
+        model, _ = _sharded(Stack(Gated), policy)
+        batches = torch.rand(6, _ROWS, _WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
+        for _ in range(2):
+            first, second = model(batches[0]), model(batches[1])
+            second.backward()
+            third = model(batches[2])
+            first.backward()
+            fourth = model(batches[3])
+            fourth.backward()
+            del third
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = trained(None)
+    for policy in (_ALL, _NONE, _EVERY_OTHER):
+        assert all(map(torch.equal, trained(policy), plain))
+
+
 def test_host_memory_is_looked_at_when_it_is_needed() -> None:
     """Not while the model is sharded, when a loaded checkpoint may still be in the way."""
     with patch.object(host_memory, "available_nbytes", lambda: 0):

@@ -152,9 +152,10 @@ class Offloader:
             self._passes = [*alive, Pass(self._num_groups)]
             return
         self._let_go(but=0)
-        if self.saved_nbytes:
-            self._of_groups_before, self._last_peak = self._of_groups_reached(), self._held.peak
-            self._expected_groups = len(self._of_groups_before)
+        reached = self._of_groups_reached()
+        if reached:  # and not only what a forward of long before has saved
+            self._of_groups_before, self._last_peak = reached, self._held.peak
+            self._expected_groups = len(reached)
         self.plans.begin()
         if self._clock is not None and self._clock.is_read():
             self.plans.look_ahead(Prefetch(units=self._clock.horizon()))
