@@ -19,12 +19,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
-from mics.scheduled_site import Call, Forward, Input, ScheduledSite
+from mics.scheduled_site import Call, Forward, ScheduledSite, SharedInputs
 from mics.tensor_trees import cast_floats, is_plain, num_rows, replace_in_place, replace_tensors, tensors_in
 from mics.unit import Unit, send_for
 
@@ -71,9 +70,7 @@ class Schedule:
         for site in sites:
             for unit in site.units:
                 self._sites_of.setdefault(unit.spec.index, []).append(site)
-        self._open: list[Forward] = []  # with gradients, the innermost last
-        self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of this forward: tensor -> Input
-        self._readers: list[tuple[ScheduledSite, Sequence[Input]]] = []  # that a backward may come to
+        self._shared_inputs = SharedInputs()
         self._on_demand: dict[int, Unit] = {}  # units whose parameters are read without calling their module
         for unit in self._units:
             unit.on_access = self._accessed
@@ -117,7 +114,7 @@ class Schedule:
             args, kwargs = cast_floats((args, kwargs), site.cast_to)
         if torch.is_grad_enabled():
             site.forwards[-1] = forward = self._watch_inputs(site, (args, kwargs))
-            self._open.append(forward)
+            self._shared_inputs.enter(forward)
         return None if site.cast_to is None else (args, kwargs)
 
     def _post_forward(
@@ -132,7 +129,7 @@ class Schedule:
             return None
         forward = site.forwards.pop()
         if forward is not None:
-            self._open.remove(forward)
+            self._shared_inputs.leave(forward)
         # Results may also be left in the arguments (a list that the forward appends to), and in attributes.
         returned, kept, watched = output, site.kept_tensors(), False
         try:
@@ -199,14 +196,9 @@ class Schedule:
 
     def _finish_order(self) -> None:
         """What the forward and the backward since the last one needed is known."""
-        for site, inputs in self._readers:
-            # Its backward is over when others' are, too, or with the whole of it. This one may not have come
-            # there, and the next may: a loss that begins later, of a tower that shares its input.
-            if all(each.num_readers > 1 for each in inputs):
-                for unit in site.units:
-                    self.arena.stays(unit)
-        self._readers.clear()
-        self._inputs.clear()
+        for unit in self._shared_inputs.take_units():
+            # This backward may not have come to it, and the next may: a loss that begins later, of a tower.
+            self.arena.stays(unit)
         self.arena.finish(self.plans.begin())
 
     def _drop_stale(self) -> None:
@@ -244,12 +236,8 @@ class Schedule:
                 self._watch_leaf(site, call, tensor)
             else:
                 tensor.register_hook(partial(self._leave, site, call))
-        readings = []
-        for key, tensor in watched.items():
-            reading = self._inputs.setdefault(tensor, Input())
-            reading.num_readers += not any(key in outer.inputs for outer in self._open)
-            readings.append(reading)
-        return Forward(call, {key: tensor.grad_fn for key, tensor in watched.items()}, readings)
+        before = {key: tensor.grad_fn for key, tensor in watched.items()}
+        return Forward(call, before, self._shared_inputs.read(watched))
 
     def _watch_leaf(self, site: ScheduledSite, call: Call, leaf: Tensor) -> None:
         """Follow an input that is a leaf, as in a reentrant checkpoint's own backward.
@@ -274,7 +262,7 @@ class Schedule:
             tensor.register_hook(partial(self._enter, site, forward.call))
         site.num_waiting += bool(watched)
         if watched and forward.call.needs_params and not self.in_backward:
-            self._readers.append((site, forward.readings))
+            self._shared_inputs.expect_backward(site, forward)
         return bool(watched)
 
     def _enter(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.tensor_trees import may_hold_tensors, replace_in_place, replace_tensors, tensors_near
 from mics.unit import Unit
@@ -43,7 +44,7 @@ class Forward:
     """A forward under way with gradients."""
 
     call: Call
-    inputs: dict[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
+    inputs: Mapping[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
     readings: Sequence[Input]  # the same inputs
 
 
@@ -98,6 +99,41 @@ class ScheduledSite:
         values = [attributes.get(name) for attributes, name in self.side_outputs]
         tensors = (tensor for value in values for tensor in tensors_near(value))
         return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+
+
+class SharedInputs:
+    """Finds units whose backward is over only when others' are, because they share all of their inputs."""
+
+    def __init__(self) -> None:
+        self._open: list[Forward] = []  # with gradients, the innermost last
+        self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> Input
+        self._readers: list[tuple[ScheduledSite, Sequence[Input]]] = []  # that a backward may come to
+
+    def read(self, tensors: Mapping[int, Tensor]) -> list[Input]:
+        """A forward takes ``tensors`` (by id). What the one around it takes too has one reader."""
+        found = []
+        for key, tensor in tensors.items():
+            taken = self._inputs.setdefault(tensor, Input())
+            taken.num_readers += not any(key in outer.inputs for outer in self._open)
+            found.append(taken)
+        return found
+
+    def enter(self, forward: Forward) -> None:
+        self._open.append(forward)
+
+    def leave(self, forward: Forward) -> None:
+        self._open.remove(forward)
+
+    def expect_backward(self, site: ScheduledSite, forward: Forward) -> None:
+        """A backward may come to ``forward``, and need the parameters of ``site``."""
+        self._readers.append((site, forward.readings))
+
+    def take_units(self) -> list[Unit]:
+        """Units found since the last time; those without inputs that need a gradient are among them."""
+        late = [site for site, inputs in self._readers if all(each.num_readers > 1 for each in inputs)]
+        self._readers.clear()
+        self._inputs.clear()
+        return [unit for site in late for unit in site.units]
 
 
 def _is_fixed(value: Any) -> bool:
