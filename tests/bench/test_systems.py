@@ -21,7 +21,7 @@ from tests.ranks import RankPool, run_ranks
 
 NUM_RANKS = 4
 NUM_STEPS = 3
-TORCH_SYSTEMS = ("mics", "fsdp2", "hsdp", "ddp")
+TORCH_SYSTEMS = ("mics", "fsdp2", "hsdp", "hsdp-kept", "ddp")
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, hidden_size=32, vocab_size=61, seq_len=16)
 JOB = Job(
@@ -136,6 +136,8 @@ def test_peers_communicate_no_more_than_they_must() -> None:
     assert run_ranks(NUM_RANKS, _count_collectives, "fsdp2", JOB, ranks_per_node=2)[0] == expected
     expected["all-reduce"] = 4
     assert run_ranks(NUM_RANKS, _count_collectives, "hsdp", JOB, ranks_per_node=2)[0] == expected
+    expected["all-gather"] = 4  # once a step
+    assert run_ranks(NUM_RANKS, _count_collectives, "hsdp-kept", JOB, ranks_per_node=2)[0] == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])

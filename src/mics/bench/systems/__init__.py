@@ -7,7 +7,7 @@ from typing import Final
 from mics.bench.systems.protocol import Batch, System, SystemUnavailable, Trainer
 from mics.bench.systems.with_ddp import build_ddp
 from mics.bench.systems.with_deepspeed import MICS_VERSION, build_deepspeed_mics, build_zero3
-from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp
+from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp, build_hsdp_kept
 from mics.bench.systems.with_megatron import PACKAGE, build_megatron, build_megatron_bf16
 from mics.bench.systems.with_mics import build_mics, build_mics_partition
 
@@ -20,6 +20,11 @@ _ALL: Final = (
     ),
     System(name="fsdp2", build=build_fsdp2, partition="world", about="torch fully_shard over the world"),
     System(name="hsdp", build=build_hsdp, about="torch fully_shard over partition groups, with replicas"),
+    System(
+        name="hsdp-kept",
+        build=build_hsdp_kept,
+        about="the same, every parameter gathered once a step and kept until its last use",
+    ),
     System(
         name="ddp",
         build=build_ddp,

@@ -31,11 +31,19 @@ def build_fsdp2(job: Job) -> Loop:
 
 def build_hsdp(job: Job) -> Loop:
     """Partition groups of the job's size, with replicas that are all-reduced in the last micro-step only."""
-    alone = job.partition_size == dist.get_world_size()
-    return _build(job, world_mesh(job) if alone else replica_mesh(job))
+    return _build(job, _mesh(job))
 
 
-def _build(job: Job, mesh: DeviceMesh) -> Loop:
+def build_hsdp_kept(job: Job) -> Loop:
+    """The same with parameters that stay gathered from their first use in a step to their last."""
+    return _build(job, _mesh(job), keeps=True)
+
+
+def _mesh(job: Job) -> DeviceMesh:
+    return world_mesh(job) if job.partition_size == dist.get_world_size() else replica_mesh(job)
+
+
+def _build(job: Job, mesh: DeviceMesh, *, keeps: bool = False) -> Loop:
     # Here, not above: it takes a second, which nobody should wait for who compares other systems.
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -46,14 +54,14 @@ def _build(job: Job, mesh: DeviceMesh) -> Loop:
     model, device = meta_model(job), device_of(job)
     for unit in inner_units(model):
         materialise(unit, device)  # right before sharding, so that only one unit is ever whole
-        shard(unit, reshard_after_forward=True)
+        shard(unit, reshard_after_forward=not keeps)
     materialise(model, device)
     if not job.model.tie_weights:
         assert isinstance(model.embedding, FSDPModule)
         model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weights
         shard([model.norm, model.head], reshard_after_forward=False)
     shard(model)
-    return Loop(job, model, microsteps=_announced)
+    return Loop(job, model, microsteps=_kept if keeps else _announced)
 
 
 def _announced(model: FSDPModule, batches: Sequence[Batch]) -> Iterator[Batch]:
@@ -65,4 +73,11 @@ def _announced(model: FSDPModule, batches: Sequence[Batch]) -> Iterator[Batch]:
     """
     for index, batch in enumerate(batches):
         model.set_requires_all_reduce(index == len(batches) - 1)
+        yield batch
+
+
+def _kept(model: FSDPModule, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """The same, and release parameters after the last backward only."""
+    for index, batch in enumerate(_announced(model, batches)):
+        model.set_reshard_after_backward(index == len(batches) - 1)
         yield batch
