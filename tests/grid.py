@@ -1,9 +1,9 @@
 """The exactness grid: which cases there are, how one is trained, what it must equal.
 
 A case is a world (ranks, partition size, ranks per node) and a way to train in it (accumulation,
-optimizer sharding, parameter dtype, announced boundary or not, clipping or not, lean or not). For every world
-with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over the ways to train, in which
-every pair of settings occurs together; `full_cases` takes all combinations.
+optimizer sharding, parameter dtype, announced boundary or not, clipping or not; lean, units that stay, or
+neither). For every world with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over the ways to
+train, in which every pair of settings occurs together; `full_cases` takes all combinations.
 
 No pytest here: `python -m tests.gpu_grid` runs the same cases where there is none.
 """
@@ -16,6 +16,7 @@ from itertools import product
 
 import torch
 
+import mics
 from tests.reference import (
     EXACT,
     NORM,
@@ -34,6 +35,7 @@ from tests.toys import language_recipe
 
 MAX_RANKS_PER_NODE = 4
 MAX_ACCUMULATION = 4
+_STAY_NBYTES = 1 << 20  # all units
 TIGHT_NORM = 0.25
 """Below the norm of every step's gradient, so that clipping changes it."""
 
@@ -60,6 +62,7 @@ class Case:
     announced: bool
     clipped: bool
     lean: bool = False
+    staying: bool = False
     shape: tuple[tuple[str, int], ...] = ()
     num_steps: int = 3
 
@@ -71,6 +74,7 @@ class Case:
             f"{'announced' if self.announced else 'unannounced'}"
             f"{' clipped' if self.clipped else ''}"
             f"{' lean' if self.lean else ''}"
+            f"{' staying' if self.staying else ''}"
         )
 
     def recipe(self) -> Recipe:
@@ -91,7 +95,10 @@ class Case:
             announced=self.announced,
             record_gradients=self.announced,
             device=device,
-            options={"lean": self.lean},
+            options={
+                "lean": self.lean,
+                "prefetch": mics.Prefetch(units=2, stay_nbytes=_STAY_NBYTES) if self.staying else "auto",
+            },
         )
 
 
@@ -124,8 +131,8 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
             chosen = [list(_orthogonal_rows(half=group % 2))[(index + group) % 4]]
         num_steps = 3 if world[0] <= 2 else 2
         cases += [
-            replace(_case(world, row), num_steps=num_steps, lean=(index // 2 + number) % 2 == 0)
-            for number, row in enumerate(chosen)
+            replace(_case(world, row), num_steps=num_steps, lean=turn == 0, staying=turn == 1)
+            for turn, row in (((index + 2 * number) % 3, row) for number, row in enumerate(chosen))
         ]
     return cases
 
@@ -133,9 +140,10 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
 def full_cases(max_world_size: int = 8) -> list[Case]:
     """Every combination."""
     ways = product(range(1, MAX_ACCUMULATION + 1), *[(False, True)] * 4)
+    memory = ((False, False), (True, False), (False, True))
     return [
-        replace(_case(world, row), lean=lean)
-        for world, row, lean in product(worlds(max_world_size), list(ways), (False, True))
+        replace(_case(world, row), lean=lean, staying=staying)
+        for world, row, (lean, staying) in product(worlds(max_world_size), list(ways), memory)
     ]
 
 

@@ -25,6 +25,7 @@ from mics.clusters import PRESETS, assumed_cluster
 from mics.cost import Kind, Span
 from mics.engine import engine_of
 from mics.models.gpt import GPT, GPTConfig
+from mics.plans import Prefetch
 from tests.ranks import run_expecting_error, run_ranks
 
 _MIB = 1 << 20
@@ -114,13 +115,13 @@ def _agreed(num_rows: list[int]) -> tuple[bool, int, int]:
     choose = boundary._agreement._choose_prefetch
     assert choose is not None
     # As if computing took about as long as gathering: what is chosen then depends on the rows.
-    boundary._agreement._choose_prefetch = lambda order, rows: 1 if rows > 16 else 3
+    boundary._agreement._choose_prefetch = lambda order, rows: Prefetch(units=1 if rows > 16 else 3)
     tokens = torch.zeros(num_rows[dist.get_rank()], 8, dtype=torch.long)
     for _ in range(3):
         model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return schedule.plans.is_final, schedule.plans.prefetch.units, choose(schedule.plans.latest(), 8)
+    return schedule.plans.is_final, schedule.plans.prefetch.units, choose(schedule.plans.latest(), 8).units
 
 
 def test_ranks_with_different_batches_look_equally_far() -> None:

@@ -117,6 +117,7 @@ def _cases(draw: st.DrawFn) -> Case:
         announced=draw(st.booleans()),
         clipped=draw(st.booleans()),
         lean=draw(st.booleans()),
+        staying=draw(st.booleans()),
         num_steps=2,
         shape=(
             ("vocab", draw(st.integers(11, 23))),
@@ -147,14 +148,14 @@ def test_the_quick_grid_covers_every_pair() -> None:
     """Any two settings of the grid meet in some case, and every world is in it."""
     cases = grid.quick_cases()
     names = ("partition_size", "ranks_per_node", "accumulation", "optimizer_sharding")
-    names += ("bf16", "announced", "clipped", "lean")
+    names += ("bf16", "announced", "clipped", "lean", "staying")
     full = grid.full_cases()
     for index, first in enumerate(names):
         for second in ("world_size", *names[index + 1 :]):
             wanted = {(getattr(c, first), getattr(c, second)) for c in full}
             assert {(getattr(c, first), getattr(c, second)) for c in cases} == wanted
     assert {(c.world_size, c.partition_size, c.ranks_per_node) for c in cases} == set(grid.worlds())
-    assert len(full) == len(set(full)) == len(list(grid.worlds())) * 4 * 32
+    assert len(full) == len(set(full)) == len(list(grid.worlds())) * 4 * 16 * 3
 
 
 @pytest.mark.gpu

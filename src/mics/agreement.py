@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
@@ -12,6 +14,9 @@ from mics.errors import MicsError, ReplicaError
 from mics.plans import Prefetch
 from mics.schedule import Schedule
 from mics.unit import Unit
+
+_NUM_NUMBERS: Final = 5  # that travel before the flags
+_MIB: Final = 1 << 20  # few enough of them for a float32 to be exact
 
 
 class Agreement:
@@ -28,19 +33,19 @@ class Agreement:
         *,
         mesh: MeshCollectives,
         device: torch.device,
-        choose_prefetch: Callable[[Sequence[int], int], int] | None,
+        choose_prefetch: Callable[[Sequence[int], int], Prefetch] | None,
     ) -> None:
         self.schedule: Schedule | None = None
         self._choose_prefetch = choose_prefetch
         self._units = list(units)
         self._world = mesh.world
         self._first = {}  # unit index -> position of its first parameter in the exchanged flags
-        numel = 4
+        numel = _NUM_NUMBERS
         for unit in self._units:
             self._first[unit.spec.index] = numel
             numel += len(unit.gradients.used)
         pin = device.type == "cuda"
-        # [digest, -digest, prefetch, who found replicas to differ, a flag for each parameter]
+        # [digest, -digest, units ahead, -MiB that stay, who found replicas to differ, a flag a parameter]
         self._mine = torch.zeros(numel, pin_memory=pin)
         self._theirs = torch.zeros(numel, pin_memory=pin)  # the maximum over ranks, back on the host
         self._wire = torch.zeros(numel, device=device)
@@ -55,9 +60,9 @@ class Agreement:
         self.check()
         digest = 0 if self.schedule is None else self.schedule.digest
         flags = [float(used) for unit in self._units for used in unit.gradients.used]
-        prefetch = self._settle_prefetch()
         finder = 0.0 if difference is None else 1.0 + self._world.position
-        self._mine.copy_(torch.tensor([float(digest), -float(digest), float(prefetch), finder, *flags]))
+        numbers = [float(digest), -float(digest), *self._settle_prefetch(), finder]
+        self._mine.copy_(torch.tensor(numbers + flags))
         self._wire.copy_(self._mine, non_blocking=True)
         self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
         self._theirs.copy_(self._wire, non_blocking=True)
@@ -71,18 +76,20 @@ class Agreement:
         if self._arrived is None:
             self.check()
 
-    def _settle_prefetch(self) -> int:
-        """What this rank would look ahead; once the ranks have told each other, the most that any would.
+    def _settle_prefetch(self) -> tuple[float, float]:
+        """What this rank would look ahead and let stay.
 
-        Ranks may see batches of different sizes, and must gather in the same order all the same.
+        Once the ranks have told each other: the most that any would look ahead, and the least that any has
+        memory for. Ranks may see batches of different sizes, and must gather in the same order all the same.
         """
         schedule = self.schedule
         if schedule is None or self._choose_prefetch is None or schedule.plans.is_final:
-            return 0
-        agreed = int(self._theirs[2].item())
+            return 0.0, 0.0
+        agreed, staying = int(self._theirs[2].item()), -int(self._theirs[3].item())
         if agreed > 0:
-            schedule.plans.look_ahead(Prefetch(units=agreed))
-        return self._choose_prefetch(schedule.plans.latest(), schedule.rows)
+            schedule.plans.look_ahead(Prefetch(units=agreed, stay_nbytes=staying * _MIB))
+        chosen = self._choose_prefetch(schedule.plans.latest(), schedule.rows)
+        return float(chosen.units), -float(math.ceil(chosen.stay_nbytes / _MIB))
 
     def settle(self) -> None:
         """Wait for the answer, if this rank needs it to know what was used."""
@@ -106,7 +113,7 @@ class Agreement:
                 "modules in the same order; look for layers skipped or chosen by rank or by data"
             )
 
-        finder = int(self._theirs[3].item())
+        finder = int(self._theirs[4].item())
         if finder:
             raise elsewhere(finder - 1)
 

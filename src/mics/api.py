@@ -36,7 +36,7 @@ from mics.settings import (
     check_settings,
     compare,
     describe,
-    gpus_are_shared,
+    ranks_on_gpu,
     whole_node,
 )
 from mics.state import shard_of_full
@@ -130,10 +130,10 @@ def shard(
         raise error
     assert settings is not None
     compare(accounts)
-    shared = gpus_are_shared(accounts)
-    if shared:
-        settings = replace(settings, cluster=with_shared_gpus(settings.cluster))
-    return _build(model, world, settings, nodes, share_links=shared)
+    sharing = ranks_on_gpu(accounts)
+    if sharing > 1:
+        settings = replace(settings, cluster=with_shared_gpus(settings.cluster), ranks_on_gpu=sharing)
+    return _build(model, world, settings, nodes, share_links=sharing > 1)
 
 
 def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:

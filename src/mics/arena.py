@@ -33,7 +33,7 @@ class _Order:
             events=self.events,
             sent_at=self.plan.sent_at(),
             first=self.plan.first_units,
-            staying=self.staying,
+            staying=self.staying | self.plan.staying,
         )
 
 

@@ -18,6 +18,7 @@ from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
 from mics.gradients import GradientOwner, ShardGrad
 from mics.planner.memory import QUICK_SHARE, TINY_SHARE
+from mics.plans import Prefetch
 from mics.reduce_buffer import ReduceBuffer
 from mics.schedule import Schedule
 from mics.unit import Unit, refresh_together
@@ -42,7 +43,7 @@ class Boundary:
         lends_memory: bool = False,
         reduction_share: Callable[[int], float] = lambda rows: math.inf,
         replica_batch_nbytes: int = 0,
-        choose_prefetch: Callable[[Sequence[int], int], int] | None = None,
+        choose_prefetch: Callable[[Sequence[int], int], Prefetch] | None = None,
     ) -> None:
         self.units = list(units)
         self.trainable = [unit for unit in units if unit.spec.trainable]
@@ -66,7 +67,7 @@ class Boundary:
         # New values, and hop 2 where nobody announced it, take units together up to this many bytes.
         self._batch_nbytes = replica_batch_nbytes
         self._edits_show = any(
-            unit.master is unit.param_shard
+            unit.master.data_ptr() == unit.param_shard.data_ptr()
             and (mesh.replication.size == 1 or not unit.share.masters_over_replicas)
             for unit in self.trainable
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -15,7 +16,8 @@ from mics.comm import World
 from mics.cost import Kind, Span
 from mics.errors import SettingsError
 from mics.layout import plan_layout
-from mics.planner.depth import batching_for, depth_for, reduction_share
+from mics.planner.depth import MicroStep, batching_for, reduction_share
+from mics.planner.memory import ADAM_NBYTES
 from mics.planner.modules import shape_of_module
 from mics.planner.search import fitting_partition
 from mics.plans import Plans, Prefetch
@@ -80,6 +82,10 @@ class Choices:
     def __init__(self, settings: Settings, topology: Topology, units: Sequence[Unit]) -> None:
         self._prefetch = settings.prefetch
         self._lean = settings.lean
+        self._recomputes = any(settings.recomputed)
+        self._memory = partial(_device_memory, settings)
+        # The optimizer makes its state after the first boundary.
+        self._state_nbytes = ADAM_NBYTES * sum(unit.master.numel() for unit in units if unit.spec.trainable)
         self._shares: dict[int, float] = {}  # by rows
         self._cluster = settings.cluster
         self._span = _span(topology)
@@ -102,18 +108,31 @@ class Choices:
             is_final=self._prefetch is not None,
         )
 
-    def prefetch(self, order: Sequence[int], rows: int) -> int:
-        """Units to look ahead along ``order``, each multiplied with ``rows`` rows of activations."""
-        return depth_for(
-            self._cluster,
-            self._span,
-            order,
+    def prefetch(self, order: Sequence[int], rows: int) -> Prefetch:
+        """How far to look ahead along ``order`` if units are multiplied with ``rows`` rows of activations.
+
+        And what stays, if the device has memory to spare now.
+        """
+        step = MicroStep(
+            cluster=self._cluster,
+            span=self._span,
+            two_stage=self._two_stage,
+            order=order,
             sizes=self._sizes,
             numels={index: spec.layout.numel for index, spec in self._specs.items()},
             rows=rows,
-            two_stage=self._two_stage,
-            lean=self._lean,
         )
+        units = step.depth(lean=self._lean)
+        if self._lean:
+            return Prefetch(units=units)
+        free, total = self._memory()
+        staying = step.stay_nbytes(
+            wire_nbytes=max(spec.reduce_dtype.itemsize for spec in self._specs.values()),
+            recomputes=self._recomputes,
+            memory_nbytes=total,
+            free_nbytes=free - self._state_nbytes,
+        )
+        return Prefetch(units=units, stay_nbytes=staying)
 
     def reduction_share(self, rows: int) -> float:
         """How long a unit's reduction takes for each second of its forward."""
@@ -131,6 +150,14 @@ class Choices:
             rows=rows,
             two_stage=self._two_stage,
         )
+
+
+def _device_memory(settings: Settings) -> tuple[float, float]:
+    """Bytes that are free now and in all, of what this rank has. Of a processor only as a cluster says it."""
+    if settings.device.type != "cuda":
+        return settings.cluster.memory_nbytes, settings.cluster.memory_nbytes
+    free, total = torch.cuda.mem_get_info(settings.device)
+    return free / settings.ranks_on_gpu, total / settings.ranks_on_gpu
 
 
 def _span(topology: Topology) -> Span:

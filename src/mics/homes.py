@@ -30,7 +30,7 @@ class Recorded:
     sent_at: Sequence[int]
     """For each gather the number of the gather at which it is sent for; -1: before the first."""
     staying: Collection[int]
-    """Units that may be in use beside any other."""
+    """Units that may be in use, or wait for their next use, beside any other."""
     first: Collection[int]
     """Units that the next micro-step needs first: sent for, or kept, while this one's last is at work."""
 

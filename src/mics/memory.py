@@ -134,17 +134,19 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     gathered = [unit for unit in units if unit.memory.is_own]
     held = _held(engine.schedule.sites)
     chain = [unit for unit in gathered if unit not in held]
-    ahead = engine.schedule.plans.prefetch.units
+    prefetch = engine.schedule.plans.prefetch
+    staying = prefetch.stay_nbytes * bool(prefetch.units) * (not lean)
     yield _on_device(
         "gathered units",
-        f"at work, and {ahead} ahead{', only meanwhile' if lean else ''}"
+        f"at work, and {prefetch.units} ahead{meanwhile}{', and those that stay' if staying else ''}"
         if gathered
         else "nothing to gather",
         homes(
             tuple(unit.memory.nbytes for unit in chain),
             _lookups(chain),
-            ahead,
+            prefetch.units,
             tuple(unit.memory.nbytes for unit in gathered if unit in held),
+            staying,
         ),
         _nbytes(unit.flat for unit in gathered),
     )

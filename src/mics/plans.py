@@ -31,13 +31,18 @@ class Prefetch:
     ``units`` counts units (small ones that travel together count as one); with 0 nothing runs beside the
     computation. ``nbytes`` limits the bytes on their way as well: a unit that does not fit is gathered when
     it is needed.
+
+    ``stay_nbytes``: units of up to so many bytes altogether stay gathered from their first use in a step to
+    their last, if micro-steps are announced; otherwise from each forward to its backward. That spares gathers
+    where the network is busier than the GPU, and takes the memory.
     """
 
     units: int = 2
     nbytes: int | None = None
+    stay_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        for field, least in (("units", 0), ("nbytes", 1)):
+        for field, least in (("units", 0), ("nbytes", 1), ("stay_nbytes", 0)):
             value = getattr(self, field)
             if value is None and field == "nbytes":
                 continue
@@ -79,6 +84,8 @@ class Plan:
     Those that come next, one more than the plan looks ahead: at the turn from forward to backward there are
     homes for them, which the backward has use for later.
     """
+    staying: frozenset[int] = frozenset()
+    """Units that are not released between two uses, however far apart."""
     turn: int | None = None
     """Where the backward begins, if the plan stops there (see ``make_plan``)."""
 
@@ -146,7 +153,26 @@ def make_plan(
                 for unit in batch
             )
         )
-    return Plan(order=tuple(order), first=first, ahead=tuple(ahead), kept=tuple(kept), turn=turn)
+    # Whoever stops at the turn is short of memory.
+    may_stay = turn is None and prefetch.units > 0
+    staying = staying_units(order, sizes, prefetch.stay_nbytes if may_stay else 0)
+    return Plan(
+        order=tuple(order), first=first, ahead=tuple(ahead), kept=tuple(kept), staying=staying, turn=turn
+    )
+
+
+def staying_units(order: Iterable[int], sizes: Mapping[int, int], nbytes: int) -> frozenset[int]:
+    """The units of ``order`` that stay gathered in ``nbytes``.
+
+    From the middle outwards: those at the ends are kept around the turns anyway.
+    """
+    units = list(dict.fromkeys(order))
+    found, left = [], nbytes
+    for place in sorted(range(len(units)), key=lambda place: abs(2 * place - len(units) + 1)):
+        if sizes[units[place]] <= left:
+            found.append(units[place])
+            left -= sizes[units[place]]
+    return frozenset(found)
 
 
 def _distinct(upcoming: Iterable[Batch], count: int) -> Iterator[Batch]:
@@ -226,6 +252,10 @@ class Plans:
     def first_units(self) -> frozenset[int]:
         """The same as one set of units."""
         return frozenset(unit for batch in self.first() for unit in batch)
+
+    def stays(self, unit: int) -> bool:
+        """Whether ``unit`` is not to be released before its last use."""
+        return self._follows and unit in self._plan.staying
 
     def advance(self, unit: int, *, in_backward: bool = False) -> Sequence[Batch]:
         """``unit`` is needed now. What will be needed after it, as far as is known."""

@@ -204,10 +204,11 @@ class Schedule:
     def _drop_stale(self) -> None:
         """Release units that were sent for and not needed after all (an evaluation has no backward)."""
         # What an evaluation kept may have been edited since, in a way that nobody notices (``.data``).
-        first = frozenset() if self.edits_show and not self._has_turned else self.plans.first_units()
+        is_old = self.edits_show and not self._has_turned
+        first = frozenset() if is_old else self.plans.first_units()
         self._has_turned = False
         for unit in self._units:
-            if unit.is_arriving and unit.spec.index not in first:
+            if unit.is_arriving and unit.spec.index not in first and (is_old or not self._stays(unit)):
                 unit.release()
 
     def _accessed(self, unit: Unit) -> None:
@@ -334,6 +335,10 @@ class Schedule:
         self.in_backward = False
         if self.more_to_come:
             self.start_next_forward()
+            return
+        for unit in self._units:
+            if unit.is_arriving and self._stays(unit):
+                unit.release()  # the backward did not need it (a lookup), and its values may change now
 
     def start_next_forward(self) -> None:
         """Send for the units that a forward like the last one needs first."""
@@ -438,7 +443,7 @@ class Schedule:
         for unit in units:
             if self._in_use(unit) or not unit.gathered:
                 continue
-            if not self.in_backward and self.plans.keeps(unit.spec.index):
+            if not self.in_backward and (self.plans.keeps(unit.spec.index) or self._stays(unit)):
                 unit.keep()  # the last units of a forward are the first of the backward
             else:
                 self._let_go(unit)
@@ -458,11 +463,16 @@ class Schedule:
     def _let_go(self, unit: Unit) -> None:
         if not unit.gathered:
             return
-        if self.more_to_come and self.plans.at_end and unit.spec.index in self.plans.first_units():
-            unit.keep()  # the next forward begins with it, and the same values
+        begins_next = self.plans.at_end and unit.spec.index in self.plans.first_units()
+        if self.more_to_come and (begins_next or self._stays(unit)):
+            unit.keep()  # the next forward begins with it, or comes to it, and the same values
             return
         self.arena.note(unit, needed=False)
         unit.release()
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether ``unit`` has a home of its own, in which it waits for its next use."""
+        return unit.memory.at_home and self.plans.stays(unit.spec.index)
 
     def _in_use(self, unit: Unit) -> bool:
         return any(site.depth or site.num_live for site in self._sites_of[unit.spec.index])

@@ -45,6 +45,8 @@ class Settings:
     cluster: Cluster
     """What the cost model takes the cluster to be."""
     device: torch.device
+    ranks_on_gpu: int = 1
+    """Ranks that share this one's GPU, with it."""
     activations: Activations | None
     recomputed: tuple[bool, ...]  # for each of ``blocks``
     lean: bool
@@ -277,10 +279,10 @@ def _gpu(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def gpus_are_shared(accounts: Sequence[dict[str, Any]]) -> bool:
-    """Whether several ranks have one GPU, so that their collectives compete for it."""
-    gpus = [account["gpu"] for account in accounts if account["gpu"] is not None]
-    return emulated_cluster() is None and len(set(gpus)) < len(gpus)
+def ranks_on_gpu(accounts: Sequence[dict[str, Any]]) -> int:
+    """The most ranks that have one GPU: with more than one of them collectives compete for it."""
+    gpus = Counter(account["gpu"] for account in accounts if account["gpu"] is not None)
+    return max(gpus.values(), default=1) if emulated_cluster() is None else 1
 
 
 def compare(accounts: Sequence[dict[str, Any]]) -> None:

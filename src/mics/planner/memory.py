@@ -16,6 +16,8 @@ TINY_SHARE: Final = 16
 """Units of less than this part of the largest have reduce buffers of their own, and wait for no large one."""
 QUICK_SHARE: Final = 0.1
 """Lean: a reduction of less than this part of a forward is waited for: 3% of a unit's time."""
+USABLE: Final = 0.92
+"""Of a device's memory: the rest is the CUDA context, the allocator's holes and NCCL's buffers."""
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
@@ -31,6 +33,8 @@ class Layout:
     over_replicas: bool = True
     """Masters and optimizer state are divided over replicas too."""
     prefetch: int = 1
+    stay_nbytes: int = 0
+    """Of gathered units that are not released between their uses."""
     num_reduce_buffers: int = 1
     param_nbytes: int = _PARAM
     reduce_nbytes: int = _WIDE
@@ -61,18 +65,27 @@ def padded(numel: int, layout: Layout) -> int:
 
 
 @lru_cache(maxsize=256)
-def homes(sizes: tuple[int, ...], lookups: tuple[int, ...], prefetch: int, held: tuple[int, ...] = ()) -> int:
+def homes(
+    sizes: tuple[int, ...],
+    lookups: tuple[int, ...],
+    prefetch: int,
+    held: tuple[int, ...] = (),
+    staying: int = 0,
+) -> int:
     """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
 
     ``sizes`` are in the order of the forward; ``lookups`` names units that the backward does not need.
-    ``held``: of units beside the chain, gathered all the while.
+    ``held``: of units beside the chain, gathered all the while. ``staying``: bytes of units that wait for
+    their next use.
     """
     if prefetch == 0:
         return max(sizes, default=0) + sum(held)
     forward = list(range(len(sizes)))
     backward = [unit for unit in reversed(forward) if unit not in lookups]
     by_unit = dict(enumerate(sizes))
-    plan = make_plan([*forward, *backward], sizes=by_unit, prefetch=Prefetch(units=prefetch))
+    plan = make_plan(
+        [*forward, *backward], sizes=by_unit, prefetch=Prefetch(units=prefetch, stay_nbytes=staying)
+    )
     events, at_work = [], []
     for position, unit in enumerate(plan.order):
         events.append(Event(unit, needed=True))
@@ -82,7 +95,7 @@ def homes(sizes: tuple[int, ...], lookups: tuple[int, ...], prefetch: int, held:
             done = at_work.pop(0)
             if done not in plan.kept[position] or position >= len(forward):
                 events.append(Event(done, needed=False))
-    recorded = Recorded(events=events, sent_at=plan.sent_at(), staying=frozenset(), first=plan.first_units)
+    recorded = Recorded(events=events, sent_at=plan.sent_at(), staying=plan.staying, first=plan.first_units)
     return plan_homes([recorded], by_unit).nbytes + sum(-(-size // ALIGNMENT) * ALIGNMENT for size in held)
 
 
@@ -148,12 +161,12 @@ def memory_terms(
     numels = [padded(unit.numel, layout) for unit in model.units if unit.numel]
     total, largest = sum(numels), max(numels)
     tiny = max((numel for numel in numels if numel * TINY_SHARE < largest), default=0)
-    chain = [unit for unit in model.without_repeats if not unit.is_held]
+    # Equal units in a row share homes, unless they stay.
+    units = [unit for unit in model.units if unit.numel] if layout.stay_nbytes else model.without_repeats
+    chain = [unit for unit in units if not unit.is_held]
     sizes = tuple(padded(unit.numel, layout) * layout.param_nbytes for unit in chain)
     lookups = tuple(index for index, unit in enumerate(chain) if unit.kind == "embedding")
-    held = tuple(
-        padded(unit.numel, layout) * layout.param_nbytes for unit in model.without_repeats if unit.is_held
-    )
+    held = tuple(padded(unit.numel, layout) * layout.param_nbytes for unit in units if unit.is_held)
     blocks = [unit for unit in model.units if unit.kind == "block"]
     rest = [unit for unit in model.units if unit.kind != "block"]
     per_token = layout.param_nbytes * tokens
@@ -170,7 +183,7 @@ def memory_terms(
         host = inputs
     whole = block.saved_numel * model.parts * per_token if block else 0.0
     again = whole if activations.checkpoint else 0.0
-    arena = homes(sizes, lookups, layout.prefetch, held) if p > 1 else 0.0
+    arena = homes(sizes, lookups, layout.prefetch, held, layout.stay_nbytes) if p > 1 else 0.0
     between = {
         "parameters": 0.0 if layout.casts_masters else total * layout.param_nbytes / p,
         "gradients": total * _WIDE / p,

@@ -8,14 +8,12 @@ from itertools import product
 from typing import Final
 
 from mics.errors import SettingsError
-from mics.planner.memory import Activations, Terms
+from mics.planner.memory import USABLE, Activations, Terms
 from mics.planner.setting import Setting
 from mics.planner.shapes import ModelShape
 from mics.planner.systems import Prediction, predict, predict_quickly
 from mics.topology import Cluster
 
-USABLE: Final = 0.92
-"""Of a device's memory: the rest is the CUDA context, the allocator's holes and NCCL's buffers."""
 _POLICIES: Final = (
     Activations(checkpoint=False),
     Activations(checkpoint=True),
@@ -101,6 +99,7 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
     What costs more (computing again, finer units, fewer ahead) only where it makes room for more rows.
     """
     rows = wanted.global_batch // wanted.cluster.world_size
+    cluster = replace(wanted.cluster, memory_nbytes=wanted.memory_nbytes or wanted.cluster.memory_nbytes)
     micro_batches = [size for size in range(1, min(rows, _MAX_MICRO_BATCH) + 1) if rows % size == 0]
     room = dict.fromkeys(range(len(_POLICIES)), 0)  # rows that fit up to now, by policy
     for parts, prefetch in product(_SPLITS, (None, 1)):
@@ -112,7 +111,7 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
                 if micro_batch > enough:
                     setting = Setting(
                         model=model,
-                        cluster=wanted.cluster,
+                        cluster=cluster,
                         partition_size=partition_size,
                         micro_batch=micro_batch,
                         accumulation=rows // micro_batch,
@@ -120,7 +119,7 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
                         wire_nbytes=wanted.wire_nbytes,
                         prefetch=prefetch,
                     )
-                    if not wanted.fits(setting.memory()):
+                    if not wanted.fits(setting.need()):
                         break  # nor will more rows
                     fitting.append(setting)
             if fitting:
@@ -130,7 +129,7 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
 
 def smallest_need(wanted: Wanted, partition_size: int) -> float:
     """Bytes of the setting that needs least."""
-    return _leanest(wanted, partition_size).memory().peak
+    return _leanest(wanted, partition_size).need().peak
 
 
 def _leanest(wanted: Wanted, partition_size: int) -> Setting:
@@ -175,7 +174,7 @@ def _with_whole_masters(wanted: Wanted, found: Prediction) -> Prediction:
     """
     setting = found.setting
     whole = replace(setting, over_replicas=False)
-    if setting.num_replicas == 1 or setting.wire_nbytes > _NARROW or not wanted.fits(whole.memory()):
+    if setting.num_replicas == 1 or setting.wire_nbytes > _NARROW or not wanted.fits(whole.need()):
         return found
     other = predict_quickly(whole, found.system)
     return other if (1 + _AS_FAST) * other.step_seconds < found.step_seconds else found
@@ -260,6 +259,6 @@ def fitting_partition(model: ModelShape, cluster: Cluster, *, memory_nbytes: flo
             accumulation=1,
             activations=_POLICIES[1],
         )
-        if setting.memory().fixed <= memory_nbytes / 2:
+        if setting.need().fixed <= memory_nbytes / 2:
             return size
     return None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 from mics.auto import exchange_pays, stage_costs, two_stages_pay
 from mics.cost import Cost, Kind, Span, cost
 from mics.planner.compute import Device
-from mics.planner.depth import depth_for, reduction_share
+from mics.planner.depth import MicroStep, reduction_share
 from mics.planner.memory import Activations, Layout, Terms, memory_terms
 from mics.planner.shapes import ModelShape, UnitShape
 from mics.topology import Cluster
@@ -79,22 +80,52 @@ class Setting:
         """Units gathered ahead: as the engine decides it."""
         if self.prefetch is not None or self.partition_size == 1:
             return self.prefetch or 1
-        units = dict(enumerate(self.model.without_repeats))
+        return self._micro_step(self.model.without_repeats).depth(lean=self.activations.offload)
+
+    @cached_property
+    def stay_nbytes(self) -> int:
+        """Of units that stay gathered between their uses: as the engine decides it."""
+        if self.prefetch is not None or self.partition_size == 1 or self.activations.offload:
+            return 0
+        memory = self.cluster.memory_nbytes
+        step = self._micro_step([unit for unit in self.model.units if unit.numel])
+
+        def found(free: float) -> int:
+            return step.stay_nbytes(
+                wire_nbytes=self.wire_nbytes,
+                recomputes=self.activations.checkpoint,
+                memory_nbytes=memory,
+                free_nbytes=free,
+            )
+
+        return found(memory - self.need().peak) if found(memory) else 0
+
+    @property
+    def staying_share(self) -> float:
+        """Of the parameters."""
+        return self.stay_nbytes / (_PARAM * sum(unit.numel for unit in self.model.units))
+
+    def _micro_step(self, shapes: Sequence[UnitShape]) -> MicroStep:
+        units = dict(enumerate(shapes))
         # The backward of a lookup needs no weights.
         backward = [index for index in reversed(units) if units[index].kind != "embedding"]
-        return depth_for(
-            self.cluster,
-            self.partition,
-            [*units, *backward],
+        return MicroStep(
+            cluster=self.cluster,
+            span=self.partition,
+            two_stage=self.two_stage,
+            order=[*units, *backward],
             sizes={index: unit.numel * _PARAM for index, unit in units.items()},
             numels={index: unit.numel for index, unit in units.items()},
             rows=self.tokens,
-            two_stage=self.two_stage,
-            lean=self.activations.offload,
         )
 
     @cached_property
     def layout(self) -> Layout:
+        return replace(self._layout, stay_nbytes=self.stay_nbytes)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """With nothing that stays."""
         return Layout(
             partition_size=self.partition_size,
             num_replicas=self.num_replicas,
@@ -113,8 +144,15 @@ class Setting:
         )
 
     def memory(self) -> Terms:
+        return self._memory(self.layout)
+
+    def need(self) -> Terms:
+        """The same without units that stay: they take what is left."""
+        return self._memory(self._layout)
+
+    def _memory(self, layout: Layout) -> Terms:
         return memory_terms(
-            self.model, self.layout, self.activations, self.tokens, accumulates=self.accumulation > 1
+            self.model, layout, self.activations, self.tokens, accumulates=self.accumulation > 1
         )
 
     def forward_seconds(self, unit: UnitShape) -> float:

@@ -13,6 +13,7 @@ from mics.planner.host_copies import HostCopies
 from mics.planner.setting import Setting
 from mics.planner.shapes import UnitShape
 from mics.planner.simulate import LINKS, Program, Task, play
+from mics.plans import staying_units
 
 HOST_SECONDS: Final = 0.3e-3
 """Fitted: what the host took to decide about one parameter in DeepSpeed's ZeRO-3 before the seed's work."""
@@ -134,6 +135,11 @@ class _Issuer:
         self.computed: list[Task] = []  # in the order of the computation
         self.refreshed: dict[int, Task] = {}
         self.kept: set[int] = set()
+        self.staying = staying_units(
+            [index for index, unit in enumerate(self.units) if unit.numel],
+            {index: 2 * unit.numel for index, unit in enumerate(self.units)},
+            setting.stay_nbytes if style.keeps_around_turn else 0,
+        )
         self.alone = setting.partition_size == 1
         self.spreads_masters = style.spreads_masters and setting.over_replicas
         self.host_copies = HostCopies(program, setting)
@@ -175,6 +181,8 @@ class _Issuer:
         if position < turn <= position + at_turn:
             self.kept.add(index)
         if not last and position >= 2 * turn - ahead:
+            self.kept.add(index)
+        if index in self.staying and not (last and position >= turn):
             self.kept.add(index)
 
     def _gather(self, index: int, unit: UnitShape, is_backward: bool) -> Task | None:
@@ -298,7 +306,10 @@ def predict_quickly(setting: Setting, system: str = "mics") -> Prediction:
     num_blocks = model.num_blocks // model.parts
     if num_blocks <= 2 * more:
         return predict(setting, system)
-    shorter = [predict(replace(setting, model=model.with_blocks(count)), system) for count in (few, more)]
+    shapes = [replace(setting, model=model.with_blocks(count)) for count in (few, more)]
+    if len({SYSTEMS[system].adapt(found).staying_share for found in (setting, *shapes)}) > 1:
+        return predict(setting, system)  # not every block takes the same
+    shorter = [predict(found, system) for found in shapes]
     share = (num_blocks - few) / (more - few)
     one, two = (found.measured for found in shorter)
     measured = one.plus(share, two.plus(-1, one))

@@ -1,0 +1,250 @@
+"""Units that stay gathered between their uses: fewer gathers, the same bits, memory that was asked for."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+import mics
+from mics.clusters import find_cluster
+from mics.engine import engine_of
+from mics.models.gpt import GPT, GPTConfig
+from mics.plans import Prefetch, make_plan, staying_units
+from tests.ranks import run_ranks
+
+_SHAPE = GPTConfig(num_layers=4, num_heads=2, hidden_size=32, vocab_size=64, seq_len=8)
+_ALL = 1 << 30
+_MODEL_NBYTES = 157_440  # with padding
+
+
+def test_those_in_the_middle_stay_first() -> None:
+    """At the ends units are kept around the turns anyway. One that is too large leaves room to others."""
+    sizes = {0: 300, 1: 100, 2: 100, 3: 100, 4: 100, 5: 50}
+    order = (0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1)
+    assert staying_units(order, sizes, 0) == frozenset()
+    assert staying_units(order, sizes, 250) == {2, 3, 5}
+    assert staying_units(order, sizes, 10_000) == set(range(6))
+    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=1, stay_nbytes=200))
+    assert plan.staying == {2, 3}
+    assert not make_plan(order, sizes=sizes, prefetch=Prefetch(units=0, stay_nbytes=200)).staying
+    assert not make_plan(order, sizes=sizes, prefetch=Prefetch(units=1, stay_nbytes=200), turn=6).staying
+
+
+def _train(
+    prefetch: Prefetch, partition_size: int, accumulation: int, announced: bool
+) -> tuple[list[float], int]:
+    """Losses of some steps, with evaluations and an edit between them, and the gathers of the last step."""
+    torch.manual_seed(0)
+    model = mics.shard(GPT(_SHAPE), partition_size=partition_size, prefetch=prefetch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    losses, gathered = [], 0
+    for step in range(8):
+        batches = [torch.randint(0, 64, (2, 9), generator=generator) for _ in range(accumulation)]
+        before = _gathered_nbytes(model)
+        for tokens in mics.microsteps(model, batches) if announced else batches:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            losses.append(loss.item())
+        gathered = _gathered_nbytes(model) - before
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            with torch.no_grad():
+                losses.append(model(tokens[:, :-1], tokens[:, 1:]).item())
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+                losses.append(model(tokens[:, :-1], tokens[:, 1:]).item())
+    return losses, gathered
+
+
+def _gathered_nbytes(model: torch.nn.Module) -> int:
+    return mics.traffic(model).nbytes.get(("partition", "all_gather"), 0)
+
+
+@pytest.mark.parametrize("partition_size", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("announced", [True, False])
+def test_fewer_gathers_and_the_same_bits(partition_size: int, accumulation: int, announced: bool) -> None:
+    found = [
+        run_ranks(4, _train, Prefetch(units=1, stay_nbytes=nbytes), partition_size, accumulation, announced)
+        for nbytes in (0, 60_000, _ALL)
+    ]
+    losses = [[rank[0] for rank in ranks] for ranks in found]
+    assert losses[0] == losses[1] == losses[2]
+    none, some, every = ([rank[1] for rank in ranks] for ranks in found)
+    assert max(every) < min(some) < min(none)
+    if announced or accumulation == 1:
+        assert set(every) == {_MODEL_NBYTES * (partition_size - 1) // partition_size}, "each unit once a step"
+
+
+def _report(stay_nbytes: int) -> tuple[int | None, int | None, str]:
+    model = mics.shard(GPT(_SHAPE), partition_size=2, prefetch=Prefetch(units=1, stay_nbytes=stay_nbytes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    for _ in range(4):
+        for batch in mics.microsteps(model, [tokens, tokens]):
+            model(batch, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    terms = {term.name: term for term in mics.memory(model, show=False).terms}
+    term = terms["gathered units"]
+    return term.predicted, term.measured, term.about
+
+
+def test_the_memory_report_knows_them() -> None:
+    none, some, every = (run_ranks(2, _report, nbytes)[0] for nbytes in (0, 60_000, _ALL))
+    for predicted, measured, _ in (none, some, every):
+        assert measured and predicted == pytest.approx(measured, rel=0.03)
+    assert none[1] < some[1] < every[1]
+    assert "stay" in some[2] and "stay" not in none[2]
+
+
+def _edited(edit: str) -> list[float]:
+    """Losses around an edit of the masters between two evaluations."""
+    torch.manual_seed(0)
+    model = mics.shard(GPT(_SHAPE), partition_size=2, prefetch=Prefetch(units=1, stay_nbytes=_ALL))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.arange(16).view(2, 8)
+    losses = []
+    for step in range(6):
+        loss = model(tokens, tokens)
+        if step != 4:  # dropped: its units stay, and no backward comes
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        for parameter in model.parameters():
+            if edit == "data":
+                parameter.data.mul_(0.95)
+            else:
+                with torch.no_grad():
+                    parameter.mul_(0.95)
+        with torch.no_grad():
+            losses.append(model(tokens, tokens).item())
+    return losses
+
+
+@pytest.mark.parametrize("edit", ["data", "no_grad"])
+def test_edits_are_seen(edit: str) -> None:
+    """One partition group, where ``.data`` counts too."""
+    assert run_ranks(2, _edited, edit) == [_plain_edited()] * 2
+
+
+def _plain_edited() -> list[float]:
+    return run_ranks(1, _edited_without_gathers)[0]
+
+
+def _edited_without_gathers() -> list[float]:
+    torch.manual_seed(0)
+    model = GPT(_SHAPE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.arange(16).view(2, 8)
+    losses = []
+    for step in range(6):
+        loss = model(tokens, tokens)
+        if step != 4:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.95)
+            losses.append(model(tokens, tokens).item())
+    return losses
+
+
+def _broken_off() -> tuple[list[float], list[float]]:
+    """Losses after a step whose second micro-step raised, sharded and plain."""
+
+    def train(model: torch.nn.Module, micro: object) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.arange(16).view(2, 8)
+        losses = []
+        for step in range(7):
+            try:
+                for number, batch in enumerate(micro([tokens, tokens + 1, tokens + 2])):
+                    loss = model(batch, batch)
+                    if step == 4 and number == 1:
+                        raise RuntimeError("a bad batch")
+                    loss.backward()
+                    losses.append(loss.item())
+            except RuntimeError:
+                pass
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(GPT(_SHAPE))
+    sharded = mics.shard(models[0], partition_size=2, prefetch=Prefetch(units=1, stay_nbytes=_ALL))
+    return train(sharded, lambda batches: mics.microsteps(sharded, batches)), train(models[1], iter)
+
+
+def test_a_step_that_is_broken_off_leaves_nothing_old() -> None:
+    """Units that wait for the next micro-step, which does not come: the optimizer changes them first."""
+    for sharded, plain in run_ranks(2, _broken_off):
+        assert sharded == pytest.approx(plain, abs=1e-5)
+
+
+def _chosen(memory_nbytes: list[float], flops: float) -> int:
+    """Bytes that stay after three steps, where a rank has so much memory."""
+    rank = torch.distributed.get_rank()
+    memory = memory_nbytes[rank]
+    cluster = mics.Cluster(
+        name="slow",
+        num_nodes=1,
+        ranks_per_node=2,
+        intra=mics.Link(bandwidth=1e9, latency=1e-5),
+        inter=mics.Link(bandwidth=1e9, latency=1e-5),
+        flops=flops,
+    )
+    with (
+        mock.patch("mics.settings.assumed_cluster", return_value=cluster),
+        mock.patch("mics.choices._device_memory", return_value=(memory, memory)),
+    ):
+        model = mics.shard(GPT(_SHAPE), partition_size=2)
+    optimizer = torch.optim.SGD(model.parameters())
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    for _ in range(4):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine_of(model).schedule.plans.prefetch.stay_nbytes
+
+
+def test_auto_lets_units_stay_where_the_network_is_busier_and_memory_is_left() -> None:
+    gib = float(1 << 30)
+    assert run_ranks(2, _chosen, [8 * gib] * 2, 1e15) == [1 << 20] * 2, "the whole model, in MiB"
+    assert run_ranks(2, _chosen, [8 * gib] * 2, 1e6) == [0, 0], "computing takes longer"
+    assert run_ranks(2, _chosen, [0.0] * 2, 1e15) == [0, 0], "nobody says how much memory there is"
+    assert run_ranks(2, _chosen, [8 * gib, 0.0], 1e15) == [0, 0], "as much as every rank has"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition_size", [2, 8])
+def test_the_same_bits_on_a_gpu(partition_size: int) -> None:
+    """As rank 0 of an emulated node, with streams: losses, and no allocation in the last steps."""
+    found = []
+    for nbytes in (0, 60_000, _ALL):
+        with mics.emulate(find_cluster("dgx-h100:2")):
+            torch.manual_seed(0)
+            model = GPT(_SHAPE).cuda()
+            mics.shard(model, partition_size=partition_size, prefetch=Prefetch(units=1, stay_nbytes=nbytes))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            losses = []
+            for step in range(30):
+                tokens = torch.full((2, 8), step, device="cuda")
+                for batch in mics.microsteps(model, [tokens, tokens + 1]):
+                    loss = model(batch, batch)
+                    loss.backward()
+                    losses.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(torch.stack(losses).tolist())
+    assert found[0] == found[1] == found[2]
