@@ -81,9 +81,9 @@ def shard(
             masters on CUDA, and float32 on the CPU.
         prefetch: units to gather ahead of their use, or a ``mics.Prefetch`` that limits their bytes too;
             "auto" takes as many as the cost model says hide the gathers, and where the network is as busy as
-            the GPU lets units stay gathered in memory that is left (``Prefetch.stay_nbytes``). Gradients are reduced and new
-            parameters spread beside the computation too, unless it is 0: then everything runs where it is
-            issued.
+            the GPU lets units stay gathered in memory that is left (``Prefetch.stay_nbytes``). Gradients are
+            reduced and new parameters spread beside the computation too, unless it is 0: then everything
+            runs where it is issued.
         activations: which units are computed again in the backward, and what of their activations goes to
             host memory meanwhile; None leaves the model as it is.
         lean: hold as little memory as possible, for a small cost in time. Gradients and the buffers they are

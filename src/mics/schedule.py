@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
-from mics.scheduled_site import Call, Forward, ScheduledSite, SharedInputs
+from mics.scheduled_site import Call, Forward, ScheduledSite, SharedInputs, is_plain_embedding
 from mics.tensor_trees import cast_floats, is_plain, num_rows, replace_in_place, replace_tensors, tensors_in
 from mics.unit import Unit, send_for
 
@@ -229,7 +229,7 @@ class Schedule:
             values=site.values(),
             num_planned=self.arena.num_planned,
             at_home=tuple(unit.memory.at_home for unit in site.units),
-            needs_params=not _is_plain_embedding(site.module),
+            needs_params=not is_plain_embedding(site.module),
             boundary=self._num_boundaries,
         )
         for tensor in watched.values():
@@ -489,15 +489,3 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._schedule.end_backward()
-
-
-def _is_plain_embedding(module: nn.Module) -> bool:
-    """Whether backward reads no parameter of ``module``: an embedding's does not, but hooks may save them."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return (
-        isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
-        and "forward" not in module.__dict__
-        and all(len(found) == 1 for found in hooks)  # ours
-        and not (module._backward_hooks or module._backward_pre_hooks)
-    )

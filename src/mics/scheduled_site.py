@@ -138,3 +138,15 @@ class SharedInputs:
 
 def _is_fixed(value: Any) -> bool:
     return isinstance(value, Tensor | tuple)
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether backward reads no parameter of ``module``: an embedding's does not, but hooks may save them."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and "forward" not in module.__dict__
+        and all(len(found) == 1 for found in hooks)  # the schedule's
+        and not (module._backward_hooks or module._backward_pre_hooks)
+    )
