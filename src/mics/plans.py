@@ -13,6 +13,7 @@ Everything here follows from the order of the calls alone, so all ranks decide a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,8 +116,11 @@ def make_plan(
     prefetch: Prefetch,
     batching: Batching = NO_BATCHING,
     turn: int | None = None,
+    chosen: Iterable[int] = (),
 ) -> Plan:
     """Look ahead from every position of ``order``. ``sizes``: bytes of each gathered unit.
+
+    ``chosen`` are units that stay in other orders: they stay in this one, too.
 
     ``turn`` is where the backward begins: before it nothing is sent for that comes after it, and nothing kept
     but what it begins with, so that little is gathered while the loss is computed. None: look past it.
@@ -155,24 +159,29 @@ def make_plan(
         )
     # Whoever stops at the turn is short of memory.
     may_stay = turn is None and prefetch.units > 0
-    staying = staying_units(order, sizes, prefetch.stay_nbytes if may_stay else 0)
+    staying = staying_units(order, sizes, prefetch.stay_nbytes if may_stay else 0, chosen)
     return Plan(
         order=tuple(order), first=first, ahead=tuple(ahead), kept=tuple(kept), staying=staying, turn=turn
     )
 
 
-def staying_units(order: Iterable[int], sizes: Mapping[int, int], nbytes: int) -> frozenset[int]:
-    """The units of ``order`` that stay gathered in ``nbytes``.
+def staying_units(
+    order: Sequence[int], sizes: Mapping[int, int], nbytes: int, chosen: Iterable[int] = ()
+) -> frozenset[int]:
+    """The units of ``order`` that stay gathered, in what ``chosen`` ones leave of ``nbytes``.
 
-    From the middle outwards: those at the ends are kept around the turns anyway.
+    Those first that are needed again, and of them from the middle outwards: those at the ends are kept around
+    the turns anyway.
     """
-    units = list(dict.fromkeys(order))
-    found, left = [], nbytes
-    for place in sorted(range(len(units)), key=lambda place: abs(2 * place - len(units) + 1)):
-        if sizes[units[place]] <= left:
-            found.append(units[place])
-            left -= sizes[units[place]]
-    return frozenset(found)
+    units, found = list(dict.fromkeys(order)), set(chosen)
+    times, left = Counter(order), nbytes - sum(sizes[unit] for unit in found)
+    middle = (len(units) - 1) / 2
+    for place in sorted(range(len(units)), key=lambda p: (times[units[p]] == 1, abs(p - middle))):
+        unit = units[place]
+        if unit not in found and sizes[unit] <= left:
+            found.add(unit)
+            left -= sizes[unit]
+    return frozenset(found).intersection(units)
 
 
 def _distinct(upcoming: Iterable[Batch], count: int) -> Iterator[Batch]:
@@ -223,6 +232,7 @@ class Plans:
         self._plan = _NO_PLAN
         self._seen: list[int] = []  # since the forward began
         self._follows = False  # ``_seen`` is how ``_plan`` begins
+        self._chosen: frozenset[int] = frozenset()  # units that stay, in any order
 
     def begin(self) -> Plan | None:
         """The model's forward begins: what was seen up to here is a plan, if anything was."""
@@ -240,6 +250,7 @@ class Plans:
         if prefetch == self.prefetch:
             return
         self.prefetch = prefetch
+        self._chosen = frozenset()
         self._plans = [self._make(plan.order, plan.turn) for plan in self._plans]
         self._plan = self._make(self._plan.order, self._plan.turn)
 
@@ -296,13 +307,16 @@ class Plans:
         return self._plan if follows_to_the_end else self._make(self._seen, self._turn)
 
     def _make(self, order: Sequence[int], turn: int | None) -> Plan:
-        return make_plan(
+        plan = make_plan(
             order,
             sizes=self._sizes,
             prefetch=self.prefetch,
             batching=self.batching,
             turn=(len(order) if turn is None else turn) if self._stops_at_turn else None,
+            chosen=self._chosen,
         )
+        self._chosen |= plan.staying
+        return plan
 
     def _change(self) -> None:
         """Find a plan that began as this one did."""

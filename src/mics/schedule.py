@@ -337,7 +337,7 @@ class Schedule:
             self.start_next_forward()
             return
         for unit in self._units:
-            if unit.is_arriving and self._stays(unit):
+            if unit.is_arriving:
                 unit.release()  # the backward did not need it (a lookup), and its values may change now
 
     def start_next_forward(self) -> None:
