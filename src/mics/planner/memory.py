@@ -161,12 +161,12 @@ def memory_terms(
     numels = [padded(unit.numel, layout) for unit in model.units if unit.numel]
     total, largest = sum(numels), max(numels)
     tiny = max((numel for numel in numels if numel * TINY_SHARE < largest), default=0)
-    # Equal units in a row share homes, unless they stay.
-    units = [unit for unit in model.units if unit.numel] if layout.stay_nbytes else model.without_repeats
-    chain = [unit for unit in units if not unit.is_held]
+    chain = [unit for unit in model.without_repeats if not unit.is_held]
     sizes = tuple(padded(unit.numel, layout) * layout.param_nbytes for unit in chain)
     lookups = tuple(index for index, unit in enumerate(chain) if unit.kind == "embedding")
-    held = tuple(padded(unit.numel, layout) * layout.param_nbytes for unit in units if unit.is_held)
+    held = tuple(
+        padded(unit.numel, layout) * layout.param_nbytes for unit in model.without_repeats if unit.is_held
+    )
     blocks = [unit for unit in model.units if unit.kind == "block"]
     rest = [unit for unit in model.units if unit.kind != "block"]
     per_token = layout.param_nbytes * tokens
@@ -183,7 +183,9 @@ def memory_terms(
         host = inputs
     whole = block.saved_numel * model.parts * per_token if block else 0.0
     again = whole if activations.checkpoint else 0.0
-    arena = homes(sizes, lookups, layout.prefetch, held, layout.stay_nbytes) if p > 1 else 0.0
+    arena = homes(sizes, lookups, layout.prefetch, held) if p > 1 else 0.0
+    if layout.stay_nbytes and p > 1:  # at homes of their own
+        arena = min(arena + layout.stay_nbytes, float(total * layout.param_nbytes))
     between = {
         "parameters": 0.0 if layout.casts_masters else total * layout.param_nbytes / p,
         "gradients": total * _WIDE / p,
