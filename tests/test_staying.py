@@ -200,6 +200,51 @@ def _edited_without_gathers() -> list[float]:
     return losses
 
 
+class _Writing(torch.nn.Module):
+    """Changes its weight in the forward, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.layer.weight.mul_(3.0)
+        return torch.tanh(self.layer(x))
+
+
+def _written() -> tuple[float, float]:
+    """A loss before and after a forward that wrote to its parameters and was refused."""
+    torch.manual_seed(0)
+    blocks = [_Writing() for _ in range(6)]
+    model = mics.shard(
+        torch.nn.Sequential(*blocks),
+        partition_size=2,
+        units=[_Writing],
+        prefetch=Prefetch(units=1, stay_nbytes=_ALL),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(2, 8)
+    for _ in range(5):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        before = model(x).sum().item()
+        blocks[3].writes = True
+        with pytest.raises(mics.MicsError, match="wrote to it in place"):
+            model(x)
+        blocks[3].writes = False
+        return before, model(x).sum().item()
+
+
+def test_what_a_forward_wrote_does_not_stay() -> None:
+    for before, after in run_ranks(4, _written):
+        assert before == after
+
+
 def _broken_off() -> tuple[list[float], list[float]]:
     """Losses after a step whose second micro-step raised, sharded and plain."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
 
@@ -57,14 +58,26 @@ def plan_homes(
 ) -> Homes:
     """Give every unit its place, but for those to ``leave_out``. ``sizes`` are in bytes."""
     by_step = [_lifetimes(each) for each in recorded]
-    units = {unit for lifetimes in by_step for unit in lifetimes if unit not in leave_out}
+    units = sorted({unit for lifetimes in by_step for unit in lifetimes if unit not in leave_out})
+    meeting: dict[int, set[int]] = {unit: set() for unit in units}
+    for lifetimes in by_step:
+        for first, second in combinations((unit for unit in units if unit in lifetimes), 2):
+            if second not in meeting[first] and _meet(lifetimes[first], lifetimes[second]):
+                meeting[first].add(second)
+                meeting[second].add(first)
+    # Large units first, so that small ones fill what is left between them; or one after the other, so that
+    # those at one end of the order and at the other share. Neither is best for all models.
+    by_size = sorted(units, key=lambda unit: (-sizes[unit], unit))
+    orders = by_size, sorted(units, key=lambda unit: (-sizes[unit], -unit)), units, units[::-1]
+    return min((_place(order, sizes, meeting) for order in orders), key=lambda homes: homes.nbytes)
+
+
+def _place(order: Sequence[int], sizes: Mapping[int, int], meeting: Mapping[int, Collection[int]]) -> Homes:
+    """Give units, in turn, the first place that none of those they meet has."""
     placed: dict[int, int] = {}
-    # Large units first: small ones then fill what is left between them.
-    for unit in sorted(units, key=lambda found: (-sizes[found], found)):
+    for unit in order:
         taken = sorted(
-            (placed[other], placed[other] + sizes[other])
-            for other in placed
-            if any(_meet(lifetimes.get(unit, ()), lifetimes.get(other, ())) for lifetimes in by_step)
+            (placed[other], placed[other] + sizes[other]) for other in meeting[unit] if other in placed
         )
         placed[unit] = _first_gap(taken, sizes[unit])
     end = max((offset + sizes[unit] for unit, offset in placed.items()), default=0)

@@ -35,7 +35,8 @@ class Prefetch:
 
     ``stay_nbytes``: units of up to so many bytes altogether stay gathered from their first use in a step to
     their last, if micro-steps are announced; otherwise from each forward to its backward. That spares gathers
-    where the network is busier than the GPU, and takes the memory.
+    where the network is busier than the GPU, and takes the memory. Units that are needed twice a micro-step
+    come first. Lean models and ``units=0`` have no memory for it: there it changes nothing.
     """
 
     units: int = 2

@@ -203,12 +203,12 @@ class Schedule:
 
     def _drop_stale(self) -> None:
         """Release units that were sent for and not needed after all (an evaluation has no backward)."""
-        # What an evaluation kept may have been edited since, in a way that nobody notices (``.data``).
-        is_old = self.edits_show and not self._has_turned
-        first = frozenset() if is_old else self.plans.first_units()
-        self._has_turned = False
+        # What an evaluation kept may have been edited since, in a way that nobody notices (``.data``) or that
+        # only some ranks do. Between micro-steps values stay.
+        has_turned, self._has_turned = self._has_turned, False
+        first = self.plans.first_units() if has_turned or not self.edits_show else frozenset()
         for unit in self._units:
-            if unit.is_arriving and unit.spec.index not in first and (is_old or not self._stays(unit)):
+            if unit.is_arriving and unit.spec.index not in first and not (has_turned and self._stays(unit)):
                 unit.release()
 
     def _accessed(self, unit: Unit) -> None:

@@ -181,7 +181,12 @@ class Unit:
         self.gathered = False
         self.expose(self.shards)
         self._arriving = DONE
-        self._check_unwritten()
+        try:
+            self._check_unwritten()
+        except MicsError:
+            self._arriving = None
+            self.memory.release()  # nobody may find what was written
+            raise
 
     # -- places -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from mics.models import GPT_SIZES, GPTConfig
 Kind = Literal["block", "embedding", "head", "other"]
 _BLOCK_SAVED: Final = 16  # x hidden: input, two norms, qkv (3), attention, residual, up (4), its GELU (4)
 _BLOCK_TRAFFIC: Final = 18  # x hidden elements read or written outside of matrices in a forward
-_CHAIN: Final = 12  # equal units in a row, more than any plan looks ahead
+_CHAIN: Final = 32  # equal units in a row: all of a small model, and more than any plan looks ahead
 _FULL_VOCABULARY: Final = 50304
 
 
