@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
+_ALIKE = 0.75  # of a unit's size: one of that size or more may count as large as it
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,41 @@ def plan_homes(
                 meeting[first].add(second)
                 meeting[second].add(first)
     # Large units first, so that small ones fill what is left between them; or one after the other, so that
-    # those at one end of the order and at the other share. Neither is best for all models.
+    # those at both ends of the order share. As they are, or units of about one size as if they were equal, so
+    # that each fits where another was. None of these is best for all models.
     by_size = sorted(units, key=lambda unit: (-sizes[unit], unit))
-    orders = by_size, sorted(units, key=lambda unit: (-sizes[unit], -unit)), units, units[::-1]
-    return min((_place(order, sizes, meeting) for order in orders), key=lambda homes: homes.nbytes)
+    found = [
+        _place(order, sizes, room, meeting)
+        for order in (by_size, units, units[::-1])
+        for room in (sizes, _evened(sizes))
+    ]
+    return min(found, key=lambda homes: homes.nbytes)
 
 
-def _place(order: Sequence[int], sizes: Mapping[int, int], meeting: Mapping[int, Collection[int]]) -> Homes:
-    """Give units, in turn, the first place that none of those they meet has."""
+def _evened(sizes: Mapping[int, int]) -> dict[int, int]:
+    """Every size as that of the largest unit that is not much larger."""
+    found: dict[int, int] = {}
+    room = 0
+    for unit, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if not room or size < _ALIKE * room:
+            room = size
+        found[unit] = room
+    return found
+
+
+def _place(
+    order: Sequence[int],
+    sizes: Mapping[int, int],
+    room: Mapping[int, int],
+    meeting: Mapping[int, Collection[int]],
+) -> Homes:
+    """Give units, in turn, the first place with ``room`` for them that none of those they meet has."""
     placed: dict[int, int] = {}
     for unit in order:
         taken = sorted(
-            (placed[other], placed[other] + sizes[other]) for other in meeting[unit] if other in placed
+            (placed[other], placed[other] + room[other]) for other in meeting[unit] if other in placed
         )
-        placed[unit] = _first_gap(taken, sizes[unit])
+        placed[unit] = _first_gap(taken, room[unit])
     end = max((offset + sizes[unit] for unit, offset in placed.items()), default=0)
     return Homes(offsets=placed, nbytes=_aligned(end))
 
