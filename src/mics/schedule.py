@@ -463,12 +463,14 @@ class Schedule:
     def _let_go(self, unit: Unit) -> None:
         if not unit.gathered:
             return
-        begins_next = self.plans.at_end and unit.spec.index in self.plans.first_units()
-        if self.more_to_come and (begins_next or self._stays(unit)):
-            unit.keep()  # the next forward begins with it, or comes to it, and the same values
+        if self.more_to_come and (self._stays(unit) or self._begins_next_forward(unit)):
+            unit.keep()  # with the same values
             return
         self.arena.note(unit, needed=False)
         unit.release()
+
+    def _begins_next_forward(self, unit: Unit) -> bool:
+        return self.plans.at_end and unit.spec.index in self.plans.first_units()
 
     def _stays(self, unit: Unit) -> bool:
         """Whether ``unit`` has a home of its own, in which it waits for its next use."""

@@ -23,7 +23,7 @@ _ALL: Final = (
     System(
         name="hsdp-kept",
         build=build_hsdp_kept,
-        about="the same, every parameter gathered once a step and kept until its last use",
+        about="hsdp with every parameter gathered once a step and kept until its last use",
     ),
     System(
         name="ddp",
