@@ -97,7 +97,7 @@ class Case:
             device=device,
             options={
                 "lean": self.lean,
-                "prefetch": mics.Prefetch(units=2, stay_nbytes=_STAY_NBYTES) if self.staying else "auto",
+                "prefetch": mics.Prefetch(units=1, stay_nbytes=_STAY_NBYTES) if self.staying else "auto",
             },
         )
 
@@ -130,10 +130,11 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
             group = (index + 1) // 4
             chosen = [list(_orthogonal_rows(half=group % 2))[(index + group) % 4]]
         num_steps = 3 if world[0] <= 2 else 2
-        cases += [
-            replace(_case(world, row), num_steps=num_steps, lean=turn == 0, staying=turn == 1)
-            for turn, row in (((index + 2 * number) % 3, row) for number, row in enumerate(chosen))
-        ]
+        for number, row in enumerate(chosen):
+            turn = (index + 2 * number) % 3
+            # Units stay once an order has come twice, and the first step has one of its own.
+            steps = 4 if turn == 1 and row[0] == 1 else num_steps
+            cases.append(replace(_case(world, row), num_steps=steps, lean=turn == 0, staying=turn == 1))
     return cases
 
 
