@@ -172,9 +172,7 @@ def measure(trainer: Any, job: Job, args: argparse.Namespace) -> Found:
 
 def grow(trainer: Any, job: Job, found: Found, rows: int, args: argparse.Namespace) -> Found:
     """Larger micro-batches, from ``rows`` on, until one does not fit."""
-    if ON_GPU:
-        share = args.memory_gib * GIB / torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    taken = take_all_but(args.memory_gib)
     while rows <= args.grow_to:
         batches = batch_of(job, rows)
         if ON_GPU:
@@ -198,14 +196,27 @@ def grow(trainer: Any, job: Job, found: Found, rows: int, args: argparse.Namespa
             found,
             largest=rows,
             largest_seconds=took,
-            largest_peak=torch.cuda.max_memory_allocated() if ON_GPU else 0,
+            largest_peak=torch.cuda.max_memory_allocated() - taken.nbytes if ON_GPU else 0,
             largest_retries=in_second,
             largest_without_retries=found.largest_without_retries if in_first or in_second else rows,
         )
         rows += args.grow_by
-    if ON_GPU:
-        torch.cuda.set_per_process_memory_fraction(1.0)
     return found
+
+
+def take_all_but(gib: float) -> torch.Tensor:
+    """Memory that makes the GPU one of ``gib`` GiB, as long as it is held.
+
+    Not by set_per_process_memory_fraction: that refuses a request if what is reserved and all of the request
+    are more than the limit, also where most of it would have come from what is reserved, and counts a retry.
+    """
+    if not ON_GPU:
+        return torch.empty(0)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    nbytes = max(0, int(free + torch.cuda.memory_reserved() - gib * GIB))
+    with torch.cuda.stream(torch.cuda.Stream()):  # in a segment of its own
+        return torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
 
 
 def picture(trainer: Any, job: Job, emulation: Any, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +18,7 @@ from torch import Tensor
 from mics.bench.job import Job
 from mics.bench.picture import draw_timeline
 from mics.bench.plan import Outcome, Plan, Run
-from mics.bench.systems import SYSTEMS, SystemUnavailable
+from mics.bench.systems import SYSTEMS, System, SystemUnavailable
 from mics.bench.systems.protocol import Batch, Trainer
 from mics.bench.timeline import Exposure, exposure, record
 from mics.bench.trace import write_trace
@@ -26,7 +26,7 @@ from mics.bench.uplink import sent_nbytes
 from mics.comm.emulated import Emulation, emulate
 
 
-def measure(run: Run, plan: Plan) -> Outcome:
+def measure(run: Run, plan: Plan, *, systems: Mapping[str, System] = SYSTEMS) -> Outcome:
     """Measure one run. All ranks call it; what a system raises becomes the outcome's error."""
     device = (
         torch.device("cuda", torch.cuda.current_device()) if run.job.device == "cuda" else torch.device("cpu")
@@ -35,7 +35,7 @@ def measure(run: Run, plan: Plan) -> Outcome:
     try:
         around = nullcontext() if run.cluster is None else emulate(run.cluster, imagined=run.job.imagined)
         with around as emulation:
-            return _measure(run, plan, device, emulation)
+            return _measure(run, plan, systems[run.system], device, emulation)
     except SystemUnavailable as error:
         return Outcome(number=run.number, error=str(error))  # on all ranks alike, before any collective
     except Exception as error:
@@ -47,13 +47,15 @@ def measure(run: Run, plan: Plan) -> Outcome:
         _forget(device)
 
 
-def _measure(run: Run, plan: Plan, device: torch.device, emulation: Emulation | None) -> Outcome:
+def _measure(
+    run: Run, plan: Plan, system: System, device: torch.device, emulation: Emulation | None
+) -> Outcome:
     job = run.job
     on_gpu = device.type == "cuda"
     # What the system before has not given back is not this one's.
     kept = torch.cuda.memory_allocated() if on_gpu else 0
     kept_reserved = torch.cuda.memory_reserved() if on_gpu else 0
-    trainer = SYSTEMS[run.system].build(job)
+    trainer = system.build(job)
     num_steps = plan.num_warmup_steps + plan.num_steps
     steps = iter(_batches(job, num_steps + 2, device))
     losses: list[Tensor] = [trainer.step(next(steps)) for _ in range(plan.num_warmup_steps)]
