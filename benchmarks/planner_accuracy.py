@@ -108,7 +108,10 @@ def main() -> None:
 
 
 def _memory(model: ModelShape) -> None:
-    """Peaks of benchmarks/results/offload_h200_2026-11-15.md and of its walk."""
+    """Peaks of benchmarks/results/offload_h200_2026-11-16.md and of its walk.
+
+    Those without offload were measured when the arena had one block more than it has now.
+    """
     larger = named_shape("gpt-20b")
     kept, offloaded = Activations(checkpoint=False), Activations(checkpoint=True, offload=True)
     measurements = (  # model, nodes, partition size, rows, activations, GiB

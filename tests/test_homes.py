@@ -11,17 +11,9 @@ from mics.plans import Prefetch, make_plan
 
 
 def _chain(num_blocks: int) -> list[Event]:
-    """Forward and backward of a chain; in the backward the next block is needed before one is released."""
-    events = []
-    for block in range(num_blocks):
-        events += [Event(block, needed=True), Event(block, needed=False)]
-    previous = None
-    for block in reversed(range(num_blocks)):
-        events.append(Event(block, needed=True))
-        if previous is not None:
-            events.append(Event(previous, needed=False))
-        previous = block
-    return [*events, Event(0, needed=False)]
+    """Forward and backward of a chain: each block is released before the next is needed."""
+    order = [*range(num_blocks), *reversed(range(num_blocks))]
+    return [Event(block, needed=needed) for block in order for needed in (True, False)]
 
 
 def _recorded(events: list[Event], sizes: dict[int, int], prefetch: int) -> Recorded:
@@ -32,10 +24,10 @@ def _recorded(events: list[Event], sizes: dict[int, int], prefetch: int) -> Reco
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_a_chain_needs_as_many_homes_as_units_are_alive(prefetch: int) -> None:
-    """Two in the backward, and those ahead."""
+    """The one at work, and those ahead."""
     sizes = dict.fromkeys(range(12), 1024)
     homes = plan_homes([_recorded(_chain(12), sizes, prefetch)], sizes)
-    assert homes.nbytes == (prefetch + 2) * 1024
+    assert homes.nbytes == (prefetch + 1) * 1024
 
 
 def test_small_units_fit_between_large_ones() -> None:

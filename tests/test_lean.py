@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial, partialmethod
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import mics
 from mics.choices import Choices
 from mics.contiguous import Contiguous
 from mics.engine import engine_of
+from mics.gathered import GatheredMemory
 from mics.plans import Plans, Prefetch, make_plan
 from tests.ranks import run_expecting_error, run_ranks
 
@@ -99,6 +101,35 @@ def _at_loss(partition_size: int, optimizer_sharding: str, accumulation: int) ->
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def _most_at_once(prefetch: int, checkpoint: str) -> int:
+    """Blocks with memory at once, in a backward. The head is tiny and travels with the last of them."""
+    model, optimizer = _shard(
+        2, lean=True, activations=mics.Activations(checkpoint=checkpoint), prefetch=prefetch
+    )
+    units, most = [unit for unit in engine_of(model).units if unit.spec.name != "head"], 0
+
+    def count(acquire: Any, memory: GatheredMemory) -> None:
+        nonlocal most
+        acquire(memory)
+        most = max(most, sum(unit.gathered or unit.is_arriving for unit in units) + 1)
+
+    for step in range(3):
+        loss = model(_data(step))
+        # What is counted is there when the next unit gets its memory, and that one.
+        with patch.object(GatheredMemory, "acquire", partialmethod(partial(count, GatheredMemory.acquire))):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return most
+
+
+@pytest.mark.parametrize("checkpoint", ["unit", "none"])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_backward_releases_a_unit_before_it_sends_for_another(prefetch: int, checkpoint: str) -> None:
+    """The one at work, and those ahead."""
+    assert run_ranks(2, _most_at_once, prefetch, checkpoint) == [prefetch + 1] * 2
 
 
 @pytest.mark.parametrize(

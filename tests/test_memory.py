@@ -128,10 +128,10 @@ def test_every_term_equals_its_formula(
         # Moments exist for parameters' elements, not for padding, so they lie a little below 8P/(pR).
         assert 8 * padded / over - 8 * (padded - terms["numel"]) <= terms["moments"] <= 8 * padded / over
         if partition_size > 1:
-            # Homes for those ahead and, in the backward, for two at work; one more for the first block, whose
-            # input needs no gradient, so that nobody sees its backward end. Without prefetch none stays.
+            # Homes for the one at work and those ahead; one more for the first block, whose input needs no
+            # gradient, so that nobody sees its backward end. Without prefetch none stays.
             unit_nbytes = 2 * terms["largest_numel"]
-            homes = (3 + prefetch) * -(-unit_nbytes // 512) * 512
+            homes = (2 + prefetch) * -(-unit_nbytes // 512) * 512
             assert terms["gathered_after_step"] == (homes if prefetch else 0)
             assert terms["peak_gathered"] == (homes if prefetch else unit_nbytes)
         num_buffers = 2 if prefetch and partition_size == 4 else 1  # four ranks on two nodes: two stages

@@ -233,6 +233,24 @@ def test_checkpointing_reduces_each_unit_once(build: Any, reentrant: bool) -> No
     assert calls == {"all_gather": 2 * num_units - 1, "reduce_scatter": num_units}
 
 
+def _repeated() -> Calls:
+    """One micro-step of a model that calls its only block three times in a row."""
+    import mics
+
+    model = toys.Chain(1)
+    model.blocks = nn.ModuleList(list(model.blocks) * 3)
+    mics.shard(model, partition_size=2, units=[toys.Block])
+    before = mics.traffic(model)
+    model(*toys.floats(0, 0, dist.get_rank())).backward()
+    return _difference(model, before)[0]
+
+
+def test_a_block_that_is_called_again_and_again_is_reduced_once() -> None:
+    """In the backward it is gathered once, and let go when the first of its calls is over."""
+    for calls in run_ranks(2, _repeated):
+        assert calls == {("partition", "all_gather"): 4, ("partition", "reduce_scatter"): 1}
+
+
 def _evaluate(no_grad: bool) -> Calls:
     import mics
 

@@ -290,6 +290,11 @@ class Plans:
         """Whether the plan that is followed expects nothing more."""
         return self._follows and len(self._seen) == len(self._plan.order)
 
+    def begins_next(self, unit: int) -> bool:
+        """Whether ``unit`` is only needed again at the beginning of the next micro-step, which is near."""
+        left = self._plan.order[len(self._seen) :]
+        return self._follows and len(left) <= 1 and unit not in left and unit in self.first_units()
+
     def keeps(self, unit: int) -> bool:
         """Whether ``unit`` is needed again so soon that it may stay."""
         return self._follows and bool(self._seen) and unit in self._plan.kept[len(self._seen) - 1]

@@ -24,6 +24,7 @@ from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
 from mics.scheduled_site import Call, Forward, ScheduledSite, SharedInputs, is_plain_embedding
+from mics.tensor_hooks import hook_first, hooks_of
 from mics.tensor_trees import cast_floats, is_plain, num_rows, replace_in_place, replace_tensors, tensors_in
 from mics.unit import Unit, send_for
 
@@ -237,8 +238,28 @@ class Schedule:
                 self._watch_leaf(site, call, tensor)
             else:
                 tensor.register_hook(partial(self._leave, site, call))
+                self._release_first(site, call, tensor)
         before = {key: tensor.grad_fn for key, tensor in watched.items()}
         return Forward(call, before, self._shared_inputs.read(watched))
+
+    def _release_first(self, site: ScheduledSite, call: Call, tensor: Tensor) -> None:
+        """When ``tensor`` has its gradient, release units of ``site`` before its maker's backward begins.
+
+        That one sends for another unit, which has their place then. Not where it needs one of them itself: a
+        block that is called again and again.
+        """
+        hooks = (hook for hook in hooks_of(tensor) if isinstance(hook, partial) and hook.func == self._enter)
+        makers = [hook.args[0] for hook in hooks]
+        if makers and not any(unit in maker.units for maker in makers for unit in site.units):
+            hook_first(tensor, partial(self._release_early, site, call))
+
+    def _release_early(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
+        """What ``_leave`` is about to do, but for the gradients: they travel after what is needed sooner."""
+        if not self.in_backward or call.live_in != self._num_backwards:
+            return
+        for unit in site.units:
+            if not self._in_use(unit, leaving=site):
+                self._let_go(unit)
 
     def _watch_leaf(self, site: ScheduledSite, call: Call, leaf: Tensor) -> None:
         """Follow an input that is a leaf, as in a reentrant checkpoint's own backward.
@@ -463,21 +484,20 @@ class Schedule:
     def _let_go(self, unit: Unit) -> None:
         if not unit.gathered:
             return
-        if self.more_to_come and (self._stays(unit) or self._begins_next_forward(unit)):
+        if self.more_to_come and (self._stays(unit) or self.plans.begins_next(unit.spec.index)):
             unit.keep()  # with the same values
             return
         self.arena.note(unit, needed=False)
         unit.release()
 
-    def _begins_next_forward(self, unit: Unit) -> bool:
-        return self.plans.at_end and unit.spec.index in self.plans.first_units()
-
     def _stays(self, unit: Unit) -> bool:
         """Whether ``unit`` has a home of its own, in which it waits for its next use."""
         return unit.memory.at_home and self.plans.stays(unit.spec.index)
 
-    def _in_use(self, unit: Unit) -> bool:
-        return any(site.depth or site.num_live for site in self._sites_of[unit.spec.index])
+    def _in_use(self, unit: Unit, *, leaving: ScheduledSite | None = None) -> bool:
+        """Whether a call of one of its sites needs it, beside one that is just ``leaving``."""
+        sites = self._sites_of[unit.spec.index]
+        return any(site.depth or site.num_live > (site is leaving) for site in sites)
 
     def _note(self, unit: Unit, kind: int) -> None:
         self.digest = (self.digest * 1_000_003 + 4 * unit.spec.index + kind + 1) % _DIGEST_MODULUS

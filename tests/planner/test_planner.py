@@ -234,7 +234,7 @@ def test_the_smallest_cluster_that_would_do() -> None:
             cluster=planned_cluster(f"p4d.24xlarge:{nodes}"),
             global_batch=8 * nodes,
         )
-        assert smallest_cluster(wanted) == 13
+        assert smallest_cluster(wanted) == 12
 
 
 def test_narrow_matrices_count_by_their_work() -> None:

@@ -86,15 +86,11 @@ def homes(
     plan = make_plan(
         [*forward, *backward], sizes=by_unit, prefetch=Prefetch(units=prefetch, stay_nbytes=staying)
     )
-    events, at_work = [], []
+    events = []
     for position, unit in enumerate(plan.order):
         events.append(Event(unit, needed=True))
-        at_work.append(unit)
-        # A unit's backward is over when the next one's has begun; its forward before that.
-        if len(at_work) > (position >= len(forward)):
-            done = at_work.pop(0)
-            if done not in plan.kept[position] or position >= len(forward):
-                events.append(Event(done, needed=False))
+        if position >= len(forward) or unit not in plan.kept[position]:
+            events.append(Event(unit, needed=False))
     recorded = Recorded(events=events, sent_at=plan.sent_at(), staying=plan.staying, first=plan.first_units)
     return plan_homes([recorded], by_unit).nbytes + sum(-(-size // ALIGNMENT) * ALIGNMENT for size in held)
 
@@ -207,8 +203,6 @@ def memory_terms(
         "logits or workspace": tokens * model.vocab_size * _LOGIT_NBYTES,
     }
     if layout.lean:
-        for moment in (in_block, again_done):  # the one before has gone
-            moment["gathered units"] -= min(arena, largest * layout.param_nbytes)
         if layout.reduction_share <= QUICK_SHARE:
             in_block["reduce buffers"] = 0.0
             again_done |= {"reduce buffers": 0.0, "logits or workspace": again}
