@@ -197,6 +197,12 @@ def test_weights_used_without_calling_their_module() -> None:
     assert_trains_like_plain(recipe, tolerance=ROUNDING)
 
 
+@pytest.mark.parametrize("lean", [False, True])
+def test_weights_read_before_their_module_is_called(lean: bool) -> None:
+    """Nobody sees when the last use of such a weight is over: not before the forward, or the backward, is."""
+    assert_trains_like_plain(_recipe(partial(toys.ReadAhead, 2)), tolerance=ROUNDING, options={"lean": lean})
+
+
 def test_auxiliary_losses_on_attributes() -> None:
     """A loss that a block leaves on itself reaches the block's parameters."""
     assert_trains_like_plain(_recipe(toys.Experts, loss=toys.with_aux_losses), tolerance=ROUNDING)

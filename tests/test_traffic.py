@@ -14,12 +14,13 @@ hop 2     once a boundary, over the replication group: with `optimizer_sharding=
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests import toys
 from tests.ranks import run_ranks
@@ -249,6 +250,37 @@ def test_a_block_that_is_called_again_and_again_is_reduced_once() -> None:
     """In the backward it is gathered once, and let go when the first of its calls is over."""
     for calls in run_ranks(2, _repeated):
         assert calls == {("partition", "all_gather"): 4, ("partition", "reduce_scatter"): 1}
+
+
+class _Hooked(toys.Chain):
+    """What comes between two blocks has a hook that reads a weight of either."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for before, block in pairwise(self.blocks):
+            x.register_hook(
+                lambda grad, b=before, c=block: (b.up.weight.sum() + c.up.weight.sum()) * 0 + grad
+            )
+            x = block(x)
+        return toys.mse(x, target)
+
+
+def _of_a_steady_step(build: Any) -> Calls:
+    import mics
+
+    model = mics.shard(build(NUM_BLOCKS), partition_size=2, prefetch=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        before = mics.traffic(model)
+        model(*toys.floats(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _difference(model, before)[0]
+
+
+def test_hooks_between_blocks_may_read_their_weights() -> None:
+    """Such a hook finds both gathered, and costs no gather."""
+    assert run_ranks(2, _of_a_steady_step, _Hooked) == run_ranks(2, _of_a_steady_step, toys.Chain)
 
 
 def _evaluate(no_grad: bool) -> Calls:

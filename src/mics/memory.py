@@ -134,6 +134,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     gathered = [unit for unit in units if unit.memory.is_own]
     held = _held(engine.schedule.sites)
     chain = [unit for unit in gathered if unit not in held]
+    lookups = _lookups(chain)
     prefetch = engine.schedule.plans.prefetch
     staying = prefetch.stay_nbytes * bool(prefetch.units) * (not lean)
     yield _on_device(
@@ -143,10 +144,13 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
         else "nothing to gather",
         homes(
             tuple(unit.memory.nbytes for unit in chain),
-            _lookups(chain),
+            lookups,
             prefetch.units,
             tuple(unit.memory.nbytes for unit in gathered if unit in held),
             staying,
+            engine.schedule.plans.batching,
+            # The first unit's input is data: nobody sees its backward end.
+            (0,) if chain and not lean and 0 not in lookups else (),
         ),
         _nbytes(unit.flat for unit in gathered),
     )

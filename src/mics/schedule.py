@@ -248,9 +248,16 @@ class Schedule:
         That one sends for another unit, which has their place then. Not where it needs one of them itself: a
         block that is called again and again.
         """
-        hooks = (hook for hook in hooks_of(tensor) if isinstance(hook, partial) and hook.func == self._enter)
-        makers = [hook.args[0] for hook in hooks]
-        if makers and not any(unit in maker.units for maker in makers for unit in site.units):
+        hooks = hooks_of(tensor)
+        own = [
+            hook
+            for hook in hooks
+            if isinstance(hook, partial) and getattr(hook.func, "__self__", None) is self
+        ]
+        makers = [hook.args[0] for hook in own if hook.func == self._enter]
+        is_shared = any(unit in maker.units for maker in makers for unit in site.units)
+        # A hook of the user's may read parameters of either.
+        if makers and not is_shared and len(own) == len(hooks):
             hook_first(tensor, partial(self._release_early, site, call))
 
     def _release_early(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
@@ -258,7 +265,7 @@ class Schedule:
         if not self.in_backward or call.live_in != self._num_backwards:
             return
         for unit in site.units:
-            if not self._in_use(unit, leaving=site):
+            if not (self._in_use(unit, leaving=site) or self._is_read_until_end(unit)):
                 self._let_go(unit)
 
     def _watch_leaf(self, site: ScheduledSite, call: Call, leaf: Tensor) -> None:
@@ -462,7 +469,7 @@ class Schedule:
 
     def _release(self, units: Any) -> None:
         for unit in units:
-            if self._in_use(unit) or not unit.gathered:
+            if self._in_use(unit) or self._is_read_until_end(unit) or not unit.gathered:
                 continue
             if not self.in_backward and (self.plans.keeps(unit.spec.index) or self._stays(unit)):
                 unit.keep()  # the last units of a forward are the first of the backward
@@ -472,7 +479,7 @@ class Schedule:
     def _finish(self, units: Sequence[Unit], *, at_the_end: bool = False) -> None:
         """Backward is through with these units, unless another of their sites is still in it."""
         for unit in units:
-            if self._in_use(unit):
+            if self._in_use(unit) or (self._is_read_until_end(unit) and not at_the_end):
                 continue
             if unit.gradients.on_full():
                 self._note(unit, 1)
@@ -498,6 +505,10 @@ class Schedule:
         """Whether a call of one of its sites needs it, beside one that is just ``leaving``."""
         sites = self._sites_of[unit.spec.index]
         return any(site.depth or site.num_live > (site is leaving) for site in sites)
+
+    def _is_read_until_end(self, unit: Unit) -> bool:
+        """Whether its parameters are read without a call: nobody sees when that is over."""
+        return unit.spec.index in self._on_demand and (self.in_backward or self._depth > 0)
 
     def _note(self, unit: Unit, kind: int) -> None:
         self.digest = (self.digest * 1_000_003 + 4 * unit.spec.index + kind + 1) % _DIGEST_MODULUS

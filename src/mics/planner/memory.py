@@ -10,7 +10,7 @@ from typing import Final
 from mics.homes import ALIGNMENT, Event, Recorded, plan_homes
 from mics.layout import ALIGNMENT_NBYTES
 from mics.planner.shapes import ModelShape
-from mics.plans import Prefetch, make_plan
+from mics.plans import NO_BATCHING, Batching, Prefetch, make_plan
 
 TINY_SHARE: Final = 16
 """Units of less than this part of the largest have reduce buffers of their own, and wait for no large one."""
@@ -71,12 +71,15 @@ def homes(
     prefetch: int,
     held: tuple[int, ...] = (),
     staying: int = 0,
+    batching: Batching = NO_BATCHING,
+    alone: tuple[int, ...] = (),
 ) -> int:
     """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
 
     ``sizes`` are in the order of the forward; ``lookups`` names units that the backward does not need.
     ``held``: of units beside the chain, gathered all the while. ``staying``: bytes of units that wait for
-    their next use.
+    their next use. ``batching``: small units that travel together look further ahead.
+    ``alone``: units that share their home with nobody.
     """
     if prefetch == 0:
         return max(sizes, default=0) + sum(held)
@@ -84,14 +87,22 @@ def homes(
     backward = [unit for unit in reversed(forward) if unit not in lookups]
     by_unit = dict(enumerate(sizes))
     plan = make_plan(
-        [*forward, *backward], sizes=by_unit, prefetch=Prefetch(units=prefetch, stay_nbytes=staying)
+        [*forward, *backward],
+        sizes=by_unit,
+        prefetch=Prefetch(units=prefetch, stay_nbytes=staying),
+        batching=batching,
     )
     events = []
     for position, unit in enumerate(plan.order):
         events.append(Event(unit, needed=True))
         if position >= len(forward) or unit not in plan.kept[position]:
             events.append(Event(unit, needed=False))
-    recorded = Recorded(events=events, sent_at=plan.sent_at(), staying=plan.staying, first=plan.first_units)
+    recorded = Recorded(
+        events=events,
+        sent_at=plan.sent_at(),
+        staying=plan.staying.union(alone),
+        first=plan.first_units,
+    )
     return plan_homes([recorded], by_unit).nbytes + sum(-(-size // ALIGNMENT) * ALIGNMENT for size in held)
 
 
