@@ -265,7 +265,7 @@ class Schedule:
         if not self.in_backward or call.live_in != self._num_backwards:
             return
         for unit in site.units:
-            if not (self._in_use(unit, leaving=site) or self._is_read_until_end(unit)):
+            if not self._in_use(unit, leaving=site):
                 self._let_go(unit)
 
     def _watch_leaf(self, site: ScheduledSite, call: Call, leaf: Tensor) -> None:
@@ -469,7 +469,7 @@ class Schedule:
 
     def _release(self, units: Any) -> None:
         for unit in units:
-            if self._in_use(unit) or self._is_read_until_end(unit) or not unit.gathered:
+            if self._in_use(unit) or not unit.gathered:
                 continue
             if not self.in_backward and (self.plans.keeps(unit.spec.index) or self._stays(unit)):
                 unit.keep()  # the last units of a forward are the first of the backward
@@ -479,7 +479,7 @@ class Schedule:
     def _finish(self, units: Sequence[Unit], *, at_the_end: bool = False) -> None:
         """Backward is through with these units, unless another of their sites is still in it."""
         for unit in units:
-            if self._in_use(unit) or (self._is_read_until_end(unit) and not at_the_end):
+            if self._in_use(unit, at_the_end=at_the_end):
                 continue
             if unit.gradients.on_full():
                 self._note(unit, 1)
@@ -501,14 +501,15 @@ class Schedule:
         """Whether ``unit`` has a home of its own, in which it waits for its next use."""
         return unit.memory.at_home and self.plans.stays(unit.spec.index)
 
-    def _in_use(self, unit: Unit, *, leaving: ScheduledSite | None = None) -> bool:
-        """Whether a call of one of its sites needs it, beside one that is just ``leaving``."""
+    def _in_use(self, unit: Unit, *, leaving: ScheduledSite | None = None, at_the_end: bool = False) -> bool:
+        """Whether a call of one of its sites needs it, beside one that is just ``leaving``.
+
+        Or it is read without a call: nobody sees when that is over, before the forward or backward ends.
+        """
+        if unit.spec.index in self._on_demand and (self.in_backward or self._depth) and not at_the_end:
+            return True
         sites = self._sites_of[unit.spec.index]
         return any(site.depth or site.num_live > (site is leaving) for site in sites)
-
-    def _is_read_until_end(self, unit: Unit) -> bool:
-        """Whether its parameters are read without a call: nobody sees when that is over."""
-        return unit.spec.index in self._on_demand and (self.in_backward or self._depth > 0)
 
     def _note(self, unit: Unit, kind: int) -> None:
         self.digest = (self.digest * 1_000_003 + 4 * unit.spec.index + kind + 1) % _DIGEST_MODULUS
