@@ -23,9 +23,16 @@ from torch.utils.hooks import RemovableHandle
 from mics.arena import Arena
 from mics.errors import UNCOPYABLE, MicsError
 from mics.plans import Batch, Plans
-from mics.scheduled_site import Call, Forward, ScheduledSite, SharedInputs, is_plain_embedding
+from mics.scheduled_site import (
+    Call,
+    Forward,
+    ScheduledSite,
+    SharedInputs,
+    copy_parameters,
+    is_plain_embedding,
+)
 from mics.tensor_hooks import hook_first, hooks_of
-from mics.tensor_trees import cast_floats, is_plain, num_rows, replace_in_place, replace_tensors, tensors_in
+from mics.tensor_trees import cast_floats, num_rows, tensors_in
 from mics.unit import Unit, send_for
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
@@ -134,7 +141,8 @@ class Schedule:
         # Results may also be left in the arguments (a list that the forward appends to), and in attributes.
         returned, kept, watched = output, site.kept_tensors(), False
         try:
-            output = self._copy_parameters(site, output, kept, args, kwargs)
+            leaving = [*site.units, *(self._on_demand.values() if self._depth == 1 else ())]
+            output = copy_parameters(site, leaving, output, kept, args, kwargs)
             watched = forward is not None and self._watch_outputs(
                 site,
                 forward,
@@ -149,44 +157,6 @@ class Schedule:
             if self._depth == 0 and not self.in_backward:
                 self._release(self._on_demand.values())
         return output if output is not returned else None
-
-    def _copy_parameters(
-        self,
-        site: ScheduledSite,
-        output: Any,
-        kept: Sequence[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The output, with copies of what are parameters or views of them (a table of positions).
-
-        Their memory is about to be somebody else's. In lists that the module was given, and among its
-        attributes, they are replaced.
-        """
-        leaving = [*site.units, *(self._on_demand.values() if self._depth == 1 else ())]
-        places = [unit for unit in leaving if unit.gathered]
-        given = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-        # Held until the end: an id may come back when its tensor is gone.
-        found = {
-            id(tensor): tensor
-            for tensor in tensors_in((output, given, kept))
-            if is_plain(tensor) and any(unit.holds(tensor) for unit in places)
-        }
-        if not found:
-            return output
-        copies = {key: tensor.clone() for key, tensor in found.items()}
-        for value in given:
-            replace_in_place(value, copies)
-        site.replace_kept(copies)
-        output = replace_tensors(output, copies)
-        left = next((tensor for tensor in tensors_in(output) if id(tensor) in found), None)
-        if left is not None:
-            raise MicsError(
-                f"forward of {site.name or 'the model'!r}: expected parameters among its results in tuples, "
-                f"lists, dicts or dataclasses, found one of shape {list(left.shape)} in another object, "
-                "where it cannot be replaced by a copy; return parameter.clone()"
-            )
-        return output
 
     def _begin_forward(self) -> None:
         self._notice_failed_backward()

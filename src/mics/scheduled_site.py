@@ -11,7 +11,15 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics.tensor_trees import may_hold_tensors, replace_in_place, replace_tensors, tensors_near
+from mics.errors import MicsError
+from mics.tensor_trees import (
+    is_plain,
+    may_hold_tensors,
+    replace_in_place,
+    replace_tensors,
+    tensors_in,
+    tensors_near,
+)
 from mics.unit import Unit
 
 
@@ -134,6 +142,44 @@ class SharedInputs:
         self._readers.clear()
         self._inputs.clear()
         return [unit for site in late for unit in site.units]
+
+
+def copy_parameters(
+    site: ScheduledSite,
+    leaving: Sequence[Unit],
+    output: Any,
+    kept: Sequence[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The output of a forward, with copies of what are parameters of ``leaving``, or views of them.
+
+    Their memory is about to be somebody else's (a table of positions). In lists that the module was given,
+    and among its attributes (``kept``), they are replaced.
+    """
+    places = [unit for unit in leaving if unit.gathered]
+    given = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+    # Held until the end: an id may come back when its tensor is gone.
+    found = {
+        id(tensor): tensor
+        for tensor in tensors_in((output, given, kept))
+        if is_plain(tensor) and any(unit.holds(tensor) for unit in places)
+    }
+    if not found:
+        return output
+    copies = {key: tensor.clone() for key, tensor in found.items()}
+    for value in given:
+        replace_in_place(value, copies)
+    site.replace_kept(copies)
+    output = replace_tensors(output, copies)
+    left = next((tensor for tensor in tensors_in(output) if id(tensor) in found), None)
+    if left is not None:
+        raise MicsError(
+            f"forward of {site.name or 'the model'!r}: expected parameters among its results in tuples, "
+            f"lists, dicts or dataclasses, found one of shape {list(left.shape)} in another object, "
+            "where it cannot be replaced by a copy; return parameter.clone()"
+        )
+    return output
 
 
 def _is_fixed(value: Any) -> bool:
