@@ -265,8 +265,10 @@ class _Hooked(toys.Chain):
         return toys.mse(x, target)
 
 
-def _of_a_steady_step(build: Any) -> Calls:
+def _of_a_steady_step(build: Any) -> tuple[Calls, int]:
+    """Collectives, and how many units have a home."""
     import mics
+    from mics.engine import engine_of
 
     model = mics.shard(build(NUM_BLOCKS), partition_size=2, prefetch=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -275,11 +277,12 @@ def _of_a_steady_step(build: Any) -> Calls:
         model(*toys.floats(step, 0, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _difference(model, before)[0]
+    num_homes = sum(unit.memory.at_home for unit in engine_of(model).units)
+    return _difference(model, before)[0], num_homes
 
 
 def test_hooks_between_blocks_may_read_their_weights() -> None:
-    """Such a hook finds both gathered, and costs no gather."""
+    """Such a hook finds both gathered: it costs no gather, and nobody its home."""
     assert run_ranks(2, _of_a_steady_step, _Hooked) == run_ranks(2, _of_a_steady_step, toys.Chain)
 
 
