@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics
+from mics import host_memory
 from mics.comm.lanes import Ticket
 from mics.engine import engine_of
 from tests.ranks import run_ranks
@@ -479,6 +481,40 @@ def test_a_fraction_is_one_of_the_units() -> None:
         loss.backward()
 
 
+def test_frozen_units_before_the_first_that_is_trained_keep_nothing() -> None:
+    """They are not copied for nothing, and neither a fraction nor the host memory asked for counts them."""
+    plain = Chain()
+    frozen = len(plain.blocks) - 2
+    for block in plain.blocks[:frozen]:
+        block.requires_grad_(False)
+    one, x = _ROWS * _WIDTH * 4, torch.rand(_ROWS, _WIDTH)
+    room = one * 5 // 2 + host_memory._MARGIN_NBYTES  # for two units
+    expected = {"offload": 2 * one, "fraction": one, "checkpoint": 2 * one}
+    for name, policy in (
+        ("offload", mics.Activations(offload=True, keep_last=0)),
+        ("fraction", mics.Activations(offload=0.5, keep_last=0)),
+        ("checkpoint", mics.Activations()),
+    ):
+        model = mics.shard(copy.deepcopy(plain), partition_size=1, activations=policy)
+        offloader = engine_of(model).offloader
+        for _ in range(3):
+            taken = 0 if offloader is None else offloader.pool.nbytes
+            with patch.object(host_memory, "available_nbytes", return_value=room - taken):
+                loss = model(x)
+            if offloader is not None:
+                assert offloader.offloaded_nbytes == offloader.pool.used_nbytes == expected[name], name
+            loss.backward()
+        report = mics.memory(model, show=False)
+        term = report["saved activations" if offloader is None else "offloaded activations"]
+        assert term.predicted == term.measured == expected[name], name
+        for _ in range(3):
+            plain(x).backward()
+        found = mics.full_gradients(model)
+        for key, param in plain.named_parameters():
+            assert param.grad is None or torch.equal(found[key], param.grad), key
+        plain.zero_grad()
+
+
 def test_units_that_are_called_one_by_one_are_one_forward() -> None:
     model = mics.shard(Chain(), partition_size=1, activations=mics.Activations(offload=True))
     offloader = engine_of(model).offloader
@@ -512,6 +548,18 @@ def test_a_checkpoint_drops_what_units_inside_it_save() -> None:
     assert offloader.saved_nbytes == 3 * _ROWS * _WIDTH * 4
     loss.backward()
     assert offloader.saved_nbytes == 3 * _ROWS * _WIDTH * 4
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_report_counts_what_units_inside_units_keep_once(offload: bool) -> None:
+    model = nn.Sequential(*(_Nested() for _ in range(3)))
+    policy = mics.Activations(offload=offload)
+    mics.shard(model, partition_size=1, units=[_Nested, nn.Linear], activations=policy)
+    for _ in range(2):
+        model(torch.rand(_ROWS, _WIDTH)).sum().backward()
+        report = mics.memory(model, show=False)
+        term = report["offloaded activations" if offload else "saved activations"]
+        assert term.predicted == term.measured == (2 if offload else 3) * _ROWS * _WIDTH * 4
 
 
 def test_names_of_arguments_are_the_units_own() -> None:

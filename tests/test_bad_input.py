@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import mics
+from mics.errors import SettingsError
 from tests import toys
 from tests.ranks import GROUP_TIMEOUT_S, RankError, RankPool, run_expecting_error, run_ranks
 
@@ -35,8 +40,6 @@ def _says_expected_and_found(errors: list[RankError]) -> None:
 
 
 def _shard(**options: Any) -> None:
-    import mics
-
     mics.shard(toys.Chain(), **options)
 
 
@@ -59,6 +62,8 @@ def test_a_world_that_does_not_divide() -> None:
         ({"partition_size": 2, "hierarchical": "yes"}, ("hierarchical", "yes")),
         ({"partition_size": 2, "precision": torch.bfloat16}, ("precision", "bfloat16")),
         ({"partition_size": 2, "units": ["blocks"]}, ("units", "blocks")),
+        ({"partition_size": 2, "units": "blocks"}, ("units", "list", "'blocks'")),
+        ({"partition_size": 2, "units": 3}, ("units", "list", "3")),
         ({"partition_size": 2, "units": [nn.Conv2d]}, ("units", "Conv2d")),
     ],
 )
@@ -71,8 +76,6 @@ def test_settings_that_make_no_sense(options: dict[str, Any], parts: tuple[str, 
 
 def test_precisions_that_make_no_sense() -> None:
     """A format that is no floating-point one is refused where the policy is made."""
-    import mics
-
     for field in ("param", "reduce", "master"):
         with pytest.raises(ValueError, match=f"Precision.{field}.*int64"):
             mics.Precision(**{field: torch.int64})
@@ -81,8 +84,6 @@ def test_precisions_that_make_no_sense() -> None:
 
 
 def _shard_on_mesh(shape: tuple[int, ...], **options: Any) -> None:
-    import mics
-
     mesh = dist.init_device_mesh("cpu", shape)
     mics.shard(toys.Chain(), mesh=mesh, **options)
 
@@ -95,8 +96,6 @@ def test_meshes_that_do_not_fit() -> None:
 
 
 def _train_on_mesh(given: str) -> dict[str, torch.Tensor]:
-    import mics
-
     torch.manual_seed(0)
     model = toys.Chain()
     if given == "size":
@@ -128,8 +127,6 @@ class _OtherNames(nn.Module):
 
 
 def _disagree(what: str) -> None:
-    import mics
-
     odd = dist.get_rank() == 1
     options: dict[str, Any] = {"partition_size": 2}
     model: nn.Module = toys.Chain()
@@ -184,8 +181,6 @@ def test_ranks_that_disagree(what: str) -> None:
 
 
 def _one_rank_fails() -> None:
-    import mics
-
     model = toys.Chain()
     units = [nn.Linear(2, 2)] if dist.get_rank() == 2 else None
     mics.shard(model, partition_size=2, units=units)
@@ -206,8 +201,6 @@ def test_one_rank_that_fails_tells_the_others() -> None:
 
 
 def _shard_model(what: str) -> None:
-    import mics
-
     model: Any = toys.Chain()
     options: dict[str, Any] = {"partition_size": 2}
     if what == "meta and cpu":
@@ -253,8 +246,6 @@ def test_models_that_cannot_be_sharded(what: str, parts: tuple[str, ...]) -> Non
 
 
 def _thaw() -> None:
-    import mics
-
     model = toys.Chain()
     model.blocks[1].requires_grad_(False)
     mics.shard(model, partition_size=2)
@@ -269,9 +260,26 @@ def test_what_was_frozen_stays_frozen() -> None:
     _says_expected_and_found(errors)
 
 
-def _unsharded(call: str) -> None:
-    import mics
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.deepcopy])
+@pytest.mark.parametrize("build", [toys.Chain, partial(nn.Linear, 4, 4)])
+def test_copies_of_a_sharded_model(
+    build: Callable[[], nn.Module], copies: Callable[[object], object]
+) -> None:
+    """Of all of it or a part."""
+    model = mics.shard(build(), partition_size=1)
+    for module in (model, *model.children()):
+        if any(True for _ in module.parameters()):
+            with pytest.raises(mics.MicsError, match=r"expected a plain model .* mics\.full_state_dict"):
+                copies(module)
 
+
+def test_micro_batches_that_are_none() -> None:
+    model = mics.shard(nn.Linear(4, 4), partition_size=1)
+    with pytest.raises(SettingsError, match=r"microsteps: expected the micro-batches .* found 3"):
+        list(mics.microsteps(model, 3))  # type: ignore[arg-type]
+
+
+def _unsharded(call: str) -> None:
     model = toys.Chain()
     calls = {
         "clip_grad_norm_": lambda: mics.clip_grad_norm_(model, 1.0),
@@ -326,8 +334,6 @@ class _Unknown(torch.optim.SGD.__bases__[0]):  # type: ignore[misc]
 
 
 def _step_with(name: str) -> None:
-    import mics
-
     model = mics.shard(toys.Chain(), partition_size=2)
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.ndim == 2]
@@ -364,8 +370,6 @@ def test_optimizers_that_would_be_wrong_on_shards(name: str, reason: str) -> Non
 
 
 def _stale_optimizer(forward: bool) -> None:
-    import mics
-
     model = toys.Chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     mics.shard(model, partition_size=2)
@@ -382,8 +386,6 @@ def test_an_optimizer_built_before_sharding(forward: bool) -> None:
 
 
 def _allow(what: Any) -> None:
-    import mics
-
     mics.allow_optimizer(what)
 
 
@@ -393,8 +395,6 @@ def test_allowing_what_is_no_optimizer() -> None:
 
 
 def _clip(max_norm: Any) -> None:
-    import mics
-
     model = mics.shard(toys.Chain(), partition_size=2)
     model(*toys.floats(0, 0, dist.get_rank())).backward()
     mics.clip_grad_norm_(model, max_norm)
@@ -412,8 +412,6 @@ def test_bounds_of_clipping(max_norm: Any) -> None:
 
 
 def _train_differently(partition_size: int, batch: Any, build: Any) -> None:
-    import mics
-
     model = mics.shard(build(), partition_size=partition_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -448,8 +446,6 @@ def test_ranks_that_swap_units(partition_size: int) -> None:
 
 def _forward_that_raises() -> list[bool]:
     """A forward, and then a backward, that raise half-way; afterwards the model works."""
-    import mics
-
     torch.manual_seed(0)
     model = mics.shard(_Explosive(), partition_size=2)
     results = []

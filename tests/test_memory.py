@@ -11,6 +11,7 @@ import torch.nn as nn
 import mics
 from mics.clusters import find_cluster
 from mics.engine import engine_of
+from mics.models import GPT, GPTConfig
 from tests.ranks import run_ranks
 
 
@@ -155,6 +156,35 @@ _WIRES = (
     mics.Precision(param=torch.bfloat16),
     mics.Precision(param=torch.bfloat16, reduce=torch.bfloat16, replica_reduce=torch.bfloat16),
 )
+
+
+def _arena(tied: bool, num_frozen: int, activations: mics.Activations | None) -> tuple[int | None, ...]:
+    config = GPTConfig(
+        vocab_size=512, num_layers=6, num_heads=2, hidden_size=64, seq_len=16, tie_weights=tied
+    )
+    model = GPT(config)
+    if num_frozen:
+        for module in (model.embedding, model.positions, *model.blocks[:num_frozen]):
+            if module is not None:
+                module.requires_grad_(False)
+    mics.shard(model, partition_size=2, activations=activations, lean=False)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    for _ in range(4):
+        model(torch.randint(0, 512, (2, 16))).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    term = mics.memory(model, show=False)["gathered units"]
+    return term.predicted, term.measured
+
+
+@pytest.mark.parametrize("activations", [None, mics.Activations()])
+@pytest.mark.parametrize(("tied", "num_frozen"), [(False, 0), (True, 0), (False, 1), (False, 4)])
+def test_gathered_units_of_models_that_are_no_plain_chain(
+    tied: bool, num_frozen: int, activations: mics.Activations | None
+) -> None:
+    """Tied to the head the embedding leads back to the first block; frozen blocks are not in the backward."""
+    for predicted, measured in run_ranks(2, _arena, tied, num_frozen, activations):
+        assert predicted == measured > 0
 
 
 def _wire(partition_size: int, sharding: str, lean: bool) -> list[tuple[int | None, int | None]]:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ import mics
 from mics import host_memory
 from mics.engine import engine_of
 from mics.errors import MicsError, SettingsError
+from mics.host_memory import HostPool
 from mics.offload import Offloader
 from mics.transfer_clock import TransferClock
 from tests.ranks import run_ranks
@@ -444,16 +446,24 @@ class Uneven(nn.Module):
         return x.square().mean()
 
 
+def _host_of(nbytes: float, *pools: HostPool) -> AbstractContextManager[Any]:
+    """A host with so much memory for ``pools``, beside what is left to others."""
+
+    def available() -> int:
+        return int(nbytes) - sum(pool.nbytes for pool in pools) + host_memory._MARGIN_NBYTES
+
+    return patch.object(host_memory, "available_nbytes", available)
+
+
 def test_no_more_host_memory_is_asked_for_than_is_needed() -> None:
     model, offloader = _sharded(Uneven(), _NONE)
     assert offloader is not None
     model(torch.rand(_ROWS, _WIDTH)).backward()
     needed = offloader.pool.nbytes
     for room, fits in ((1.1, True), (0.9, False)):
-        available = int(needed * room) + host_memory._MARGIN_NBYTES
         model, offloader = _sharded(Uneven(), _NONE)
         assert offloader is not None
-        with patch.object(host_memory, "available_nbytes", lambda room=available: room):
+        with _host_of(needed * room, offloader.pool):
             if fits:
                 model(torch.rand(_ROWS, _WIDTH)).backward()
             else:
@@ -500,6 +510,35 @@ def test_a_backward_of_long_before() -> None:
     plain = trained(None)
     for policy in (_ALL, _NONE, _EVERY_OTHER):
         assert all(map(torch.equal, trained(policy), plain))
+
+
+def test_memory_that_has_become_free_is_had() -> None:
+    """After a refusal, and after steps that were small because there was little."""
+    model, offloader = _sharded(Stack(Gated), _NONE)
+    assert offloader is not None
+    model(torch.rand(_ROWS, _WIDTH)).backward()
+    needed = offloader.pool.nbytes
+    model, offloader = _sharded(Stack(Gated), _NONE)
+    assert offloader is not None
+    with _host_of(needed, offloader.pool):
+        model(torch.rand(_ROWS, _WIDTH)).backward()
+        with pytest.raises(MicsError, match="GiB of host memory for"):
+            model(torch.rand(4 * _ROWS, _WIDTH))
+    for _ in range(2):
+        model(torch.rand(4 * _ROWS, _WIDTH)).backward()
+    assert offloader.pool.nbytes > 2 * needed
+
+
+def test_each_rank_of_a_node_has_its_share_whoever_asks_first() -> None:
+    pools = [HostPool(pin=False, num_sharing=4, user="test", remedy="") for _ in range(4)]
+    with _host_of(8 << 20, *pools):
+        for pool in pools:  # one has all of its share before the next begins
+            pool.require(1 << 20, "the first")
+        for pool in pools:
+            held = [pool.take(1 << 20, "halves") for _ in range(2)]
+            assert len(held) == 2
+        with pytest.raises(MicsError, match="its share of what there was for the node's 4 being"):
+            pools[0].take(1 << 20, "more")
 
 
 def test_host_memory_is_looked_at_when_it_is_needed() -> None:

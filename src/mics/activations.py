@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mics.errors import MicsError, SettingsError
 from mics.offload import LEAST_NBYTES, Offloader
 from mics.saved import SavedInputs
-from mics.tensor_trees import put_together, take_apart
+from mics.tensor_trees import put_together, take_apart, tensors_in
 
 Forward = Callable[..., Any]
 
@@ -161,6 +161,10 @@ def apply_activations(
 ) -> Applied:
     """Let the forwards of ``modules`` follow ``policy``, which computes some of them again."""
     moved = [policy.moves(recomputes=recomputes) for recomputes in recomputed]
+    outer = [module for module, recomputes in zip(modules, recomputed, strict=True) if recomputes]
+    inside = {inner for module in outer for inner in module.modules() if inner is not module}
+    cover = _Cover() if inside.intersection(modules) else None
+    keeps = [module not in inside for module in modules]
     offloader, inputs = None, None
     if any(moved):
         fraction, limit = policy.share()
@@ -169,20 +173,20 @@ def apply_activations(
             fraction=fraction,
             limit=limit,
             keep_last=None if policy.keep_last == "auto" else policy.keep_last,
-            num_units=sum(moved),
+            num_units=sum(moves and kept for moves, kept in zip(moved, keeps, strict=True)),
             num_sharing=ranks_on_node,
         )
     elif any(recomputed):
-        inputs = SavedInputs(sum(recomputed))
+        inputs = SavedInputs(sum(again and kept for again, kept in zip(recomputed, keeps, strict=True)))
     for module, recomputes, moves in zip(modules, recomputed, moved, strict=True):
         forward = module.forward
         if recomputes:
-            forward = _computed_again(forward, policy, offloader, inputs)
+            forward = _computed_again(module, policy, inputs, cover)
         if any(recomputed):
             forward = _without_cache(module, forward, recomputes=recomputes)
         if moves:
             assert offloader is not None
-            forward = _moved(forward, offloader, is_parameter)
+            forward = _moved(module, forward, offloader, is_parameter, cover)
         if forward is not module.forward:
             # Without gradients nothing is saved, and caches are there to be filled.
             module.forward = _with_gradients(module.forward, forward)
@@ -197,23 +201,64 @@ def _with_gradients(plain: Forward, forward: Forward) -> Forward:
     return chosen
 
 
-def _moved(forward: Forward, offloader: Offloader, is_parameter: Callable[[Tensor], bool]) -> Forward:
+class _Cover:
+    """On while a unit is at work that keeps nothing but its input: units in it keep nothing then."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    @contextmanager
+    def laid(self) -> Iterator[None]:
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+def _leads_back(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a backward may come to this call: something that goes in needs a gradient, or a parameter.
+
+    In frozen units before the first that is trained nothing does, and what they save nobody keeps.
+    """
+    given = (*args, *kwargs.values())
+    return (
+        torch.compiler.is_compiling()
+        or any(isinstance(value, Tensor) and value.requires_grad for value in given)
+        or any(param.requires_grad for param in module.parameters())
+        or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+    )
+
+
+def _moved(
+    module: nn.Module,
+    forward: Forward,
+    offloader: Offloader,
+    is_parameter: Callable[[Tensor], bool],
+    cover: _Cover | None,
+) -> Forward:
     """What it saves on its way to the host."""
 
     def moved(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if offloader.is_covered else offloader.saving(is_parameter):
+        if cover is not None and cover.is_on:
+            return forward(*args, **kwargs)
+        if not _leads_back(module, args, kwargs):
+            offloader.pass_over()
+            return forward(*args, **kwargs)
+        with offloader.saving(is_parameter):
             return forward(*args, **kwargs)
 
     return moved
 
 
 def _computed_again(
-    forward: Forward, policy: Activations, offloader: Offloader | None, inputs: SavedInputs | None
+    module: nn.Module, policy: Activations, inputs: SavedInputs | None, cover: _Cover | None
 ) -> Forward:
     """Under a checkpoint."""
+    forward = module.forward
 
     def run(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with offloader.covering() if offloader is not None else nullcontext():
+        with nullcontext() if cover is None else cover.laid():
             return forward(*args, **kwargs)
 
     def under_checkpoint(call: Callable[..., Any], *values: Any) -> Any:
@@ -233,8 +278,12 @@ def _computed_again(
                 return run(now[:num_args], dict(zip(names, now[num_args:], strict=True)))
 
             return under_checkpoint(traced, *args, *kwargs.values())
+        is_covered = cover is not None and cover.is_on
+        # Under a cover the second time must be like the first, whatever has become of the inputs.
+        if not is_covered and not _leads_back(module, args, kwargs):
+            return forward(*args, **kwargs)
         rest, tensors = take_apart((args, kwargs))
-        if inputs is not None:
+        if inputs is not None and not is_covered:
             inputs.add(tensors)
         # The first time as it was called: the caller may want to see what is left in a list.
         at_first = [(args, kwargs)]

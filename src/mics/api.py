@@ -144,7 +144,12 @@ def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     """
     engine = engine_of(model)
     boundary, schedule = engine.boundary, engine.schedule
-    iterator = iter(batches)
+    try:
+        iterator = iter(batches)
+    except TypeError as error:
+        raise SettingsError(
+            f"microsteps: expected the micro-batches of one optimizer step, found {batches!r}; pass a list"
+        ) from error
     try:
         upcoming = next(iterator)
     except StopIteration:
@@ -161,17 +166,21 @@ def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
         boundary.announced = schedule.more_to_come = False
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Clip the gradients of the whole model to ``max_norm`` and return their norm before, on the device.
 
     One fused computation, one all-reduce, no waiting on the host.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise SettingsError(f"clip_grad_norm_: expected max_norm >= 0, found {max_norm!r}")
-    if not norm_type > 0:
+    try:
+        exponent = float(norm_type)  # "inf" too, as in torch
+    except (TypeError, ValueError):
+        exponent = 0.0
+    if not exponent > 0:
         raise SettingsError(f"clip_grad_norm_: expected norm_type > 0 (or inf), found {norm_type!r}")
     with torch.no_grad():
-        return engine_of(model).boundary.clip_grad_norm_(float(max_norm), float(norm_type))
+        return engine_of(model).boundary.clip_grad_norm_(float(max_norm), exponent)
 
 
 def nonfinite_units(model: nn.Module) -> list[str]:

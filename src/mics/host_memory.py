@@ -34,7 +34,7 @@ class HostPool:
         self._user = user  # whose buffers they are, and what can be done without them: for errors
         self._remedy = remedy
         self._num_sharing = num_sharing
-        self._share: float | None = None  # of the memory that was there when the first buffer was asked for
+        self._share = 0.0  # of the node's memory, the most that it ever was
         self._free: list[Tensor] = []  # by size, the smallest first
         self.nbytes = 0
         self.used_nbytes = 0  # of buffers that somebody has
@@ -58,7 +58,7 @@ class HostPool:
         available = available_nbytes() or 0
         ranks = (
             f", its share of what there was for the node's {self._num_sharing} being "
-            f"{max(0.0, self._share or 0) / _GIB:.3g} GiB"
+            f"{max(0.0, self._share) / _GIB:.3g} GiB"
             if self._num_sharing > 1
             else ""
         )
@@ -74,9 +74,10 @@ class HostPool:
         available = available_nbytes()
         if available is None:
             return True
-        if self._share is None or self.nbytes == 0:
-            # The ranks of a node ask for as much at about the same time: each has its part of what is there.
-            self._share = (available - _MARGIN_NBYTES) / self._num_sharing
+        # The ranks of a node ask for as much at about the same time: each has its part of what is left. One
+        # that asks when the others have theirs keeps the part that it had when they began.
+        left = (available - _MARGIN_NBYTES) / self._num_sharing
+        self._share = max(self._share, self.nbytes + left)
         return nbytes <= self._share and nbytes - self.nbytes + _MARGIN_NBYTES <= available
 
     def take(self, nbytes: int, what: str) -> Tensor:

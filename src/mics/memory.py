@@ -134,23 +134,23 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     gathered = [unit for unit in units if unit.memory.is_own]
     held = _held(engine.schedule.sites)
     chain = [unit for unit in gathered if unit not in held]
-    lookups = _lookups(chain)
+    unread, alone = _in_backward(chain, units)
     prefetch = engine.schedule.plans.prefetch
+    comes_and_goes = meanwhile if prefetch.units else ", only meanwhile"
     staying = prefetch.stay_nbytes * bool(prefetch.units) * (not lean)
     yield _on_device(
         "gathered units",
-        f"at work, and {prefetch.units} ahead{meanwhile}{', and those that stay' if staying else ''}"
+        f"at work, and {prefetch.units} ahead{comes_and_goes}{', and those that stay' if staying else ''}"
         if gathered
         else "nothing to gather",
         homes(
             tuple(unit.memory.nbytes for unit in chain),
-            lookups,
+            unread,
             prefetch.units,
             tuple(unit.memory.nbytes for unit in gathered if unit in held),
             staying,
             engine.schedule.plans.batching,
-            # The first unit's input is data: nobody sees its backward end.
-            (0,) if chain and not lean and 0 not in lookups else (),
+            () if lean else alone,
         ),
         _nbytes(unit.flat for unit in gathered),
     )
@@ -209,10 +209,27 @@ def _held(sites: Sequence[ScheduledSite]) -> list[Unit]:
     return [unit for site in around for unit in site.units]
 
 
-def _lookups(units: Sequence[Unit]) -> tuple[int, ...]:
-    """Those whose backward needs no weights."""
-    plain = (all(isinstance(m, nn.Embedding) for ref in u.spec.refs for m, _ in ref.places) for u in units)
-    return tuple(index for index, is_plain in enumerate(plain) if is_plain)
+def _in_backward(chain: Sequence[Unit], units: Sequence[Unit]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Positions in ``chain`` that no backward reads, and those whose backward nobody sees end.
+
+    Nobody reads lookups, nor frozen units before the first that is trained. Where a backward ends shows when
+    a gradient of the input has come, and the first trained unit's input is data.
+    """
+    positions = {unit: position for position, unit in enumerate(chain)}
+    unread, alone = [], []
+    is_led_back = False  # something before this unit is trained, so that its input needs a gradient
+    for unit in units:
+        position = positions.get(unit)
+        if position is not None and (_is_lookup(unit) or not (is_led_back or unit.spec.trainable)):
+            unread.append(position)
+        elif position is not None and not is_led_back:
+            alone.append(position)
+        is_led_back |= unit.spec.trainable
+    return tuple(unread), tuple(alone)
+
+
+def _is_lookup(unit: Unit) -> bool:
+    return all(isinstance(module, nn.Embedding) for ref in unit.spec.refs for module, _ in ref.places)
 
 
 def _share(size: int) -> str:

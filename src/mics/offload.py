@@ -126,9 +126,9 @@ class Offloader:
         self._of_groups_before: list[GroupBytes] = []  # in the forward before
         self._num_left = 0  # groups of this forward of which something left
         self._least_nbytes = math.inf  # of what left of one of them
+        self._num_units = num_units
         self._expected_groups = num_units  # of a forward
         self._last_peak = 0
-        self.is_covered = False  # a unit is at work that keeps nothing but its input
         self._known: WeakValueDictionary[tuple[Any, ...], Saved] = WeakValueDictionary()
         self._groups: WeakValueDictionary[tuple[int, int], Group] = WeakValueDictionary()
         self._leaving: list[list[ref[Saved]]] = []  # by group: on their way, the device's memory still held
@@ -146,6 +146,8 @@ class Offloader:
         So several forwards before a backward are one, also where units are called one by one.
         """
         self._num_begun += 1
+        if not self._of_groups_before:
+            self._expected_groups = self._num_units
         if self._last is None:
             # Through those whose results are gone nobody will go back.
             alive = [each for each in self._passes if each.is_alive()]
@@ -222,14 +224,10 @@ class Offloader:
         self._ask_for_host_memory(group)
         self._let_go()
 
-    @contextmanager
-    def covering(self) -> Iterator[None]:
-        """Inside, a unit is computed whose checkpoint keeps nothing: nor do units in it."""
-        before, self.is_covered = self.is_covered, True
-        try:
-            yield
-        finally:
-            self.is_covered = before
+    def pass_over(self) -> None:
+        """A unit was called that no backward will come to: it has no group."""
+        if not self._of_groups_before:
+            self._expected_groups = max(1, self._expected_groups - 1)
 
     # -- forward ----------------------------------------------------------------------------------------
 

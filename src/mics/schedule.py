@@ -97,6 +97,8 @@ class Schedule:
         yield site.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # always_call: a forward that raises (also the early stop of a checkpoint's recomputation) still ends.
         yield site.module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        # What these refer to says why it cannot be copied, but pickle would fail over the hooks before that.
+        site.module.__dict__["__reduce_ex__"] = self.__reduce_ex__
 
     def _pre_forward(
         self, site: ScheduledSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

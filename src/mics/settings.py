@@ -107,7 +107,7 @@ def check_settings(
     if not (lean == "auto" or isinstance(lean, bool)):
         raise SettingsError(f'lean: expected "auto", True or False, found {lean!r}')
     device = device_of(model, world)
-    chosen = [units] if isinstance(units, type) else None if units is None else list(units)
+    chosen = _chosen(units)
     blocks = unit_modules(model, chosen)
     # Here, where nothing has been touched yet: a callable may raise.
     recomputed = () if activations is None else activations.taken(blocks)
@@ -128,6 +128,17 @@ def check_settings(
         sites=assign_sites(model, chosen),
         blocks=blocks,
     )
+
+
+def _chosen(units: Any) -> list[Any] | None:
+    """What was named as units, in a list; one class may come alone."""
+    if units is None:
+        return None
+    if isinstance(units, type):
+        return [units]
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        raise SettingsError(f"units: expected a list of modules or module classes, found {units!r}")
+    return list(units)
 
 
 def _prefetch(prefetch: Any) -> Prefetch | None:
