@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +186,42 @@ def test_gathered_units_of_models_that_are_no_plain_chain(
     """Tied to the head the embedding leads back to the first block; frozen blocks are not in the backward."""
     for predicted, measured in run_ranks(2, _arena, tied, num_frozen, activations):
         assert predicted == measured > 0
+
+
+class Nested(nn.Module):
+    """A block with parameters of its own around two others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.inner = nn.ModuleList(Block(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.mix(x))
+        for block in self.inner:
+            y = block(y)
+        return x + y
+
+
+def _nested_arena(prefetch: int, activations: mics.Activations | None) -> tuple[int | None, ...]:
+    model = nn.Sequential(nn.Linear(48, 48), *(Nested(48) for _ in range(4)))
+    settings: dict[str, Any] = {"units": [Nested, Block], "activations": activations, "lean": False}
+    mics.shard(model, partition_size=2, prefetch=prefetch, **settings)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(6):
+        model(torch.rand(4, 48)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    term = mics.memory(model, show=False)["gathered units"]
+    return term.predicted, term.measured
+
+
+@pytest.mark.parametrize("activations", [None, mics.Activations(), mics.Activations(checkpoint=Nested)])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_gathered_units_inside_others(prefetch: int, activations: mics.Activations | None) -> None:
+    """The outer one is there as long as they are; what is computed again is gathered for that, too."""
+    for predicted, measured in run_ranks(2, _nested_arena, prefetch, activations):
+        assert predicted == pytest.approx(measured, rel=0.02)
 
 
 def _wire(partition_size: int, sharding: str, lean: bool) -> list[tuple[int | None, int | None]]:

@@ -307,6 +307,7 @@ def _build(
         device=settings.device,
         offloader=offloader,
         saved_inputs=saved_inputs,
+        recomputed=frozenset(itertools.compress(settings.blocks, settings.recomputed)),
     )
     attach_engine(model, engine)
     return model

@@ -35,6 +35,7 @@ class Engine:
     device: torch.device
     offloader: Offloader | None = None
     saved_inputs: SavedInputs | None = None
+    recomputed: frozenset[nn.Module] = frozenset()  # in the backward
 
 
 def attach_engine(model: nn.Module, engine: Engine) -> None:

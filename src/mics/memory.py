@@ -13,7 +13,7 @@ from torch import Tensor
 from mics.engine import Engine, engine_of
 from mics.offload import Offloader
 from mics.optimizer_hooks import optimizer_state_nbytes
-from mics.planner.memory import homes
+from mics.planner.memory import Span, homes
 from mics.scheduled_site import ScheduledSite
 from mics.unit import Unit
 from mics.wire import expected_wire_nbytes
@@ -151,6 +151,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
             staying,
             engine.schedule.plans.batching,
             () if lean else alone,
+            _spans(model, engine, chain),
         ),
         _nbytes(unit.flat for unit in gathered),
     )
@@ -203,10 +204,27 @@ def _on_device(name: str, about: str, predicted: float | None, measured: int) ->
 
 
 def _held(sites: Sequence[ScheduledSite]) -> list[Unit]:
-    """Units of modules around others: gathered as long as those are at work."""
-    modules = {site.module for site in sites}
-    around = (s for s in sites if any(m in modules for m in s.module.modules() if m is not s.module))
-    return [unit for site in around for unit in site.units]
+    """Units of the root, where there are others: gathered as long as those are at work."""
+    others = [site for site in sites if site.name and site.units]
+    return [unit for site in sites if others and not site.name for unit in site.units]
+
+
+def _spans(model: nn.Module, engine: Engine, chain: Sequence[Unit]) -> tuple[Span, ...]:
+    """Positions in ``chain``, and which of them are inside others."""
+    positions = {unit: position for position, unit in enumerate(chain)}
+    units = {site.module: site.units for site in engine.schedule.sites}
+    seen: set[nn.Module] = set()
+
+    def of(module: nn.Module) -> tuple[Span, ...]:
+        if module in seen:
+            return ()
+        seen.add(module)
+        own = tuple(positions[unit] for unit in units.get(module, []) if unit in positions)
+        inside = tuple(span for child in module.children() for span in of(child))
+        again = module in engine.recomputed
+        return (Span(own, inside, again),) if own or again else inside
+
+    return of(model)
 
 
 def _in_backward(chain: Sequence[Unit], units: Sequence[Unit]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -64,6 +65,21 @@ def padded(numel: int, layout: Layout) -> int:
     return math.ceil(numel / step) * step
 
 
+@dataclass(frozen=True)
+class Span:
+    """Units that are at work together, as long as what is inside them."""
+
+    units: tuple[int, ...]
+    inside: tuple[Span, ...] = ()
+    again: bool = False
+    """All of it is computed again in the backward."""
+
+    def nbytes(self, sizes: Sequence[int]) -> int:
+        """The most at once."""
+        inner = max((span.nbytes(sizes) for span in self.inside), default=0)
+        return sum(sizes[unit] for unit in self.units) + inner
+
+
 @lru_cache(maxsize=256)
 def homes(
     sizes: tuple[int, ...],
@@ -73,30 +89,32 @@ def homes(
     staying: int = 0,
     batching: Batching = NO_BATCHING,
     alone: tuple[int, ...] = (),
+    spans: tuple[Span, ...] | None = None,
 ) -> int:
     """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
 
     ``sizes`` are in the order of the forward; ``lookups`` names units that the backward does not need.
     ``held``: of units beside the chain, gathered all the while. ``staying``: bytes of units that wait for
     their next use. ``batching``: small units that travel together look further ahead.
-    ``alone``: units that share their home with nobody.
+    ``alone``: units that share their home with nobody. ``spans``: all units, where some are inside others.
     """
+    if spans is None:
+        spans = tuple(Span((unit,)) for unit in range(len(sizes)))
     if prefetch == 0:
-        return max(sizes, default=0) + sum(held)
-    forward = list(range(len(sizes)))
-    backward = [unit for unit in reversed(forward) if unit not in lookups]
+        return max((span.nbytes(sizes) for span in spans), default=0) + sum(held)
+    visits = [*_way_there(spans), *_way_back(spans, lookups)]
     by_unit = dict(enumerate(sizes))
     plan = make_plan(
-        [*forward, *backward],
+        [visit.unit for visit in visits if visit.begins],
         sizes=by_unit,
         prefetch=Prefetch(units=prefetch, stay_nbytes=staying),
         batching=batching,
     )
-    events = []
-    for position, unit in enumerate(plan.order):
-        events.append(Event(unit, needed=True))
-        if position >= len(forward) or unit not in plan.kept[position]:
-            events.append(Event(unit, needed=False))
+    events, position = [], -1
+    for visit in visits:
+        position += visit.begins
+        if visit.begins or not (visit.may_be_kept and visit.unit in plan.kept[position]):
+            events.append(Event(visit.unit, needed=visit.begins))
     recorded = Recorded(
         events=events,
         sent_at=plan.sent_at(),
@@ -104,6 +122,32 @@ def homes(
         first=plan.first_units,
     )
     return plan_homes([recorded], by_unit).nbytes + sum(-(-size // ALIGNMENT) * ALIGNMENT for size in held)
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """A forward or a backward of a unit begins or ends."""
+
+    unit: int
+    begins: bool
+    may_be_kept: bool = False  # at its end, because it is needed again
+
+
+def _way_there(spans: Sequence[Span]) -> Iterator[_Visit]:
+    for span in spans:
+        yield from (_Visit(unit, begins=True) for unit in span.units)
+        yield from _way_there(span.inside)
+        yield from (_Visit(unit, begins=False, may_be_kept=True) for unit in span.units)
+
+
+def _way_back(spans: Sequence[Span], unread: Collection[int]) -> Iterator[_Visit]:
+    for span in reversed(spans):
+        read = [unit for unit in span.units if unit not in unread]
+        yield from (_Visit(unit, begins=True) for unit in read)
+        if span.again:
+            yield from _way_there(span.inside)
+        yield from _way_back(span.inside, unread)
+        yield from (_Visit(unit, begins=False) for unit in read)
 
 
 @dataclass(frozen=True, kw_only=True)
