@@ -134,7 +134,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     gathered = [unit for unit in units if unit.memory.is_own]
     held = _held(engine.schedule.sites)
     chain = [unit for unit in gathered if unit not in held]
-    unread, alone = _in_backward(chain, units)
+    unread, alone = _in_backward(engine, chain)
     prefetch = engine.schedule.plans.prefetch
     comes_and_goes = meanwhile if prefetch.units else ", only meanwhile"
     staying = prefetch.stay_nbytes * bool(prefetch.units) * (not lean)
@@ -227,22 +227,25 @@ def _spans(model: nn.Module, engine: Engine, chain: Sequence[Unit]) -> tuple[Spa
     return of(model)
 
 
-def _in_backward(chain: Sequence[Unit], units: Sequence[Unit]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _in_backward(engine: Engine, chain: Sequence[Unit]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Positions in ``chain`` that no backward reads, and those whose backward nobody sees end.
 
     Nobody reads lookups, nor frozen units before the first that is trained. Where a backward ends shows when
     a gradient of the input has come, and the first trained unit's input is data.
     """
     positions = {unit: position for position, unit in enumerate(chain)}
+    modules = {unit: site.module for site in engine.schedule.sites for unit in site.units}
     unread, alone = [], []
-    is_led_back = False  # something before this unit is trained, so that its input needs a gradient
-    for unit in units:
+    trained: set[nn.Module] = set()  # before this unit: its input needs a gradient, if they are not inside it
+    for unit in engine.units:
+        is_led_back = bool(trained.difference(modules[unit].modules()))
         position = positions.get(unit)
         if position is not None and (_is_lookup(unit) or not (is_led_back or unit.spec.trainable)):
             unread.append(position)
         elif position is not None and not is_led_back:
             alone.append(position)
-        is_led_back |= unit.spec.trainable
+        if unit.spec.trainable:
+            trained.update(ref.places[0][0] for ref in unit.spec.refs)
     return tuple(unread), tuple(alone)
 
 
