@@ -163,7 +163,8 @@ def apply_activations(
     moved = [policy.moves(recomputes=recomputes) for recomputes in recomputed]
     outer = [module for module, recomputes in zip(modules, recomputed, strict=True) if recomputes]
     inside = {inner for module in outer for inner in module.modules() if inner is not module}
-    cover = _Cover() if inside.intersection(modules) else None
+    # Units may also call others that they do not hold as modules.
+    cover = _Cover() if any(moved) or inside.intersection(modules) else None
     keeps = [module not in inside for module in modules]
     offloader, inputs = None, None
     if any(moved):
