@@ -529,16 +529,33 @@ def test_memory_that_has_become_free_is_had() -> None:
     assert offloader.pool.nbytes > 2 * needed
 
 
-def test_each_rank_of_a_node_has_its_share_whoever_asks_first() -> None:
+def test_each_rank_of_a_node_has_its_share() -> None:
+    """One that is ahead takes no more than that, memory that is freed is shared, and what is gone is gone."""
     pools = [HostPool(pin=False, num_sharing=4, user="test", remedy="") for _ in range(4)]
-    with _host_of(8 << 20, *pools):
-        for pool in pools:  # one has all of its share before the next begins
-            pool.require(1 << 20, "the first")
-        for pool in pools:
-            held = [pool.take(1 << 20, "halves") for _ in range(2)]
-            assert len(held) == 2
+    mib = 1 << 20
+    held = []
+
+    def take(pool: HostPool) -> None:
+        held.append((pool, pool.take(mib, "pieces")))
+
+    with _host_of(16 * mib, *pools):
+        for _ in range(4):
+            take(pools[0])
         with pytest.raises(MicsError, match="its share of what there was for the node's 4 being"):
-            pools[0].take(1 << 20, "more")
+            take(pools[0])
+        for pool in pools[1:] * 2:
+            take(pool)
+    for pool, buffer in held:
+        pool.give_back(buffer)
+    with _host_of(40 * mib, *pools):
+        held = [(pool, pool.take(mib, "pieces")) for _ in range(6) for pool in pools]
+    for pool, buffer in held:
+        pool.give_back(buffer)
+    with _host_of(26 * mib, *pools):
+        for pool in pools:
+            pool.take(mib, "a piece that is there")
+            with pytest.raises(MicsError, match="GiB of host memory"):
+                pool.require(12 * mib, "what was there before")
 
 
 def test_host_memory_is_looked_at_when_it_is_needed() -> None:

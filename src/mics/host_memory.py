@@ -34,7 +34,7 @@ class HostPool:
         self._user = user  # whose buffers they are, and what can be done without them: for errors
         self._remedy = remedy
         self._num_sharing = num_sharing
-        self._share = 0.0  # of the node's memory, the most that it ever was
+        self._share: float | None = None  # of the node's memory; None: not looked at since all was given back
         self._free: list[Tensor] = []  # by size, the smallest first
         self.nbytes = 0
         self.used_nbytes = 0  # of buffers that somebody has
@@ -58,7 +58,7 @@ class HostPool:
         available = available_nbytes() or 0
         ranks = (
             f", its share of what there was for the node's {self._num_sharing} being "
-            f"{max(0.0, self._share) / _GIB:.3g} GiB"
+            f"{max(0.0, self._share or 0) / _GIB:.3g} GiB"
             if self._num_sharing > 1
             else ""
         )
@@ -74,14 +74,16 @@ class HostPool:
         available = available_nbytes()
         if available is None:
             return True
-        # The ranks of a node ask for as much at about the same time: each has its part of what is left. One
-        # that asks when the others have theirs keeps the part that it had when they began.
-        left = (available - _MARGIN_NBYTES) / self._num_sharing
-        self._share = max(self._share, self.nbytes + left)
+        if self._share is None:
+            # The ranks of a node go in step: each has what this one has, and its part of what is left. Not
+            # looked at again until all is given back: by then this one may be ahead of the others.
+            self._share = self.nbytes + (available - _MARGIN_NBYTES) / self._num_sharing
         return nbytes <= self._share and nbytes - self.nbytes + _MARGIN_NBYTES <= available
 
     def take(self, nbytes: int, what: str) -> Tensor:
         """A buffer of at least ``nbytes``; ``what`` they are for, in words."""
+        if self.used_nbytes == 0:
+            self._share = None
         place = next((i for i, buffer in enumerate(self._free) if buffer.numel() >= nbytes), None)
         if place is not None:
             buffer = self._free.pop(place)

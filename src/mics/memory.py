@@ -135,6 +135,8 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
     held = _held(engine.schedule.sites)
     chain = [unit for unit in gathered if unit not in held]
     unread, alone = _in_backward(engine, chain)
+    if lean:  # no places are planned: the most that is there at once
+        unread, alone = tuple(index for index, unit in enumerate(chain) if _is_lookup(unit)), ()
     prefetch = engine.schedule.plans.prefetch
     comes_and_goes = meanwhile if prefetch.units else ", only meanwhile"
     staying = prefetch.stay_nbytes * bool(prefetch.units) * (not lean)
@@ -150,7 +152,7 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
             tuple(unit.memory.nbytes for unit in gathered if unit in held),
             staying,
             engine.schedule.plans.batching,
-            () if lean else alone,
+            alone,
             _spans(model, engine, chain),
         ),
         _nbytes(unit.flat for unit in gathered),
@@ -219,7 +221,9 @@ def _spans(model: nn.Module, engine: Engine, chain: Sequence[Unit]) -> tuple[Spa
         if module in seen:
             return ()
         seen.add(module)
-        own = tuple(positions[unit] for unit in units.get(module, []) if unit in positions)
+        # Tied weights belong to several: here to the one around the others.
+        here = [unit for unit in units.get(module, []) if unit in positions]
+        own = tuple(positions.pop(unit) for unit in here)
         inside = tuple(span for child in module.children() for span in of(child))
         again = module in engine.recomputed
         return (Span(own, inside, again),) if own or again else inside
@@ -234,13 +238,14 @@ def _in_backward(engine: Engine, chain: Sequence[Unit]) -> tuple[tuple[int, ...]
     a gradient of the input has come, and the first trained unit's input is data.
     """
     positions = {unit: position for position, unit in enumerate(chain)}
-    modules = {unit: site.module for site in engine.schedule.sites for unit in site.units}
+    modules = {unit: site.module for site in reversed(engine.schedule.sites) for unit in site.units}
     unread, alone = [], []
     trained: set[nn.Module] = set()  # before this unit: its input needs a gradient, if they are not inside it
     for unit in engine.units:
         is_led_back = bool(trained.difference(modules[unit].modules()))
+        trains = any(param.requires_grad for param in modules[unit].parameters())
         position = positions.get(unit)
-        if position is not None and (_is_lookup(unit) or not (is_led_back or unit.spec.trainable)):
+        if position is not None and (_is_lookup(unit) or not (is_led_back or trains)):
             unread.append(position)
         elif position is not None and not is_led_back:
             alone.append(position)

@@ -76,8 +76,15 @@ class Span:
 
     def nbytes(self, sizes: Sequence[int]) -> int:
         """The most at once."""
-        inner = max((span.nbytes(sizes) for span in self.inside), default=0)
+        at_once = sum if self.again else max
+        inner = at_once(span.nbytes(sizes) for span in self.inside) if self.inside else 0
         return sum(sizes[unit] for unit in self.units) + inner
+
+    def all_units(self) -> Iterator[int]:
+        """With those inside, in the order of the forward."""
+        yield from self.units
+        for span in self.inside:
+            yield from span.all_units()
 
 
 @lru_cache(maxsize=256)
@@ -144,9 +151,12 @@ def _way_back(spans: Sequence[Span], unread: Collection[int]) -> Iterator[_Visit
     for span in reversed(spans):
         read = [unit for unit in span.units if unit not in unread]
         yield from (_Visit(unit, begins=True) for unit in read)
-        if span.again:
-            yield from _way_there(span.inside)
-        yield from _way_back(span.inside, unread)
+        if span.again:  # what is computed again stays until its own backward
+            inner = [unit for each in span.inside for unit in each.all_units()]
+            yield from (_Visit(unit, begins=True) for unit in inner)
+            yield from (_Visit(unit, begins=False) for unit in reversed(inner))
+        else:
+            yield from _way_back(span.inside, unread)
         yield from (_Visit(unit, begins=False) for unit in read)
 
 
