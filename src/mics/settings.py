@@ -137,7 +137,8 @@ def _chosen(units: Any) -> list[Any] | None:
     if isinstance(units, type):
         return [units]
     if isinstance(units, str) or not isinstance(units, Iterable):
-        raise SettingsError(f"units: expected a list of modules or module classes, found {units!r}")
+        found = f"one {type(units).__name__}" if isinstance(units, nn.Module) else repr(units)
+        raise SettingsError(f"units: expected a list of modules or module classes, found {found}")
     return list(units)
 
 
