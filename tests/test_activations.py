@@ -56,8 +56,12 @@ class Stack(nn.Module):
 
 def _losses(activations: mics.Activations | None, partition_size: int, scenario: str) -> list[float]:
     torch.manual_seed(0)
-    model = mics.shard(Stack(), partition_size=partition_size, activations=activations)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = Stack()
+    if scenario == "frozen in front":
+        for module in (model.stem, *model.blocks[:2]):
+            module.requires_grad_(False)
+    mics.shard(model, partition_size=partition_size, activations=activations)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = []
     for step in range(4):
@@ -116,6 +120,14 @@ def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None
     plain = run_ranks(2, _losses, None, partition_size, scenario)
     for name, policy in _POLICIES.items():
         assert run_ranks(2, _losses, policy, partition_size, scenario) == plain, name
+
+
+def test_losses_with_frozen_units_in_front_are_equal_to_the_bit() -> None:
+    """With replicas on two nodes and accumulation."""
+    plain = run_ranks(4, _losses, None, 2, "frozen in front", ranks_per_node=2)
+    for name, policy in _POLICIES.items():
+        found = run_ranks(4, _losses, policy, 2, "frozen in front", ranks_per_node=2)
+        assert found == plain, name
 
 
 class LateLane:
