@@ -51,7 +51,7 @@ def _names() -> dict[str, Any]:
         "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
         "state": list(model.state_dict()),
         "trainable": [p.requires_grad for p in model.parameters()],
-        "types": {type(p) for p in model.parameters()} == {nn.Parameter},
+        "types": all(isinstance(p, nn.Parameter) for p in model.parameters()),
         "dtypes": {str(p.dtype) for p in model.parameters()},
         "text": str(model),
     }
@@ -73,17 +73,16 @@ def test_names_and_modules_do_not_change() -> None:
 
 def _num_elements(partition_size: int, optimizer_sharding: str) -> dict[str, int]:
     model = _sharded(partition_size, optimizer_sharding=optimizer_sharding)
-    return {name: p.numel() for name, p in model.named_parameters()}
+    return {name: p.shape.numel() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("optimizer_sharding", ["world", "partition"])
 @pytest.mark.parametrize("partition_size", [1, 2, 4])
 def test_every_element_is_on_the_ranks_it_should_be_on(partition_size: int, optimizer_sharding: str) -> None:
-    """Trained elements live on one rank (or one per replica), frozen ones on one per replica."""
+    """Elements are shown on one rank (or on one per replica)."""
     ranks = run_ranks(4, _num_elements, partition_size, optimizer_sharding)
     for name, parameter in _plain().named_parameters():
-        once = optimizer_sharding == "world" and parameter.requires_grad
-        copies = 1 if once else 4 // partition_size
+        copies = 1 if optimizer_sharding == "world" else 4 // partition_size
         assert sum(numel[name] for numel in ranks) == copies * parameter.numel(), name
 
 

@@ -9,6 +9,7 @@ from mics.checkpoint import Saving, load, save
 from mics.comm import Traffic
 from mics.comm.emulated import Emulation, emulate
 from mics.errors import CheckpointError, CollectiveError, MicsError, ReplicaError, SettingsError
+from mics.guard import norms
 from mics.memory import MemoryReport, memory
 from mics.optimizer_hooks import allow_optimizer
 from mics.plans import Prefetch
@@ -18,7 +19,9 @@ from mics.state import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_state_dict,
+    num_parameters,
     summon,
+    summon_full_params,
 )
 from mics.topology import Cluster, Link
 
@@ -55,8 +58,11 @@ __all__ = [
     "memory",
     "microsteps",
     "nonfinite_units",
+    "norms",
+    "num_parameters",
     "save",
     "shard",
     "summon",
+    "summon_full_params",
     "traffic",
 ]

@@ -24,6 +24,7 @@ from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
 from mics.engine import Engine, attach_engine, engine_of
 from mics.errors import SettingsError
+from mics.guard import ShardOwner
 from mics.materialize import drop_originals, fill_unit, initial_values, place_buffers
 from mics.optimizer_hooks import register_params
 from mics.plans import Prefetch
@@ -238,9 +239,10 @@ def _build(
         piece=topology.piece(world.rank),
         masters_over_replicas=settings.optimizer_sharding == "world",
     )
+    owner = ShardOwner(world=mesh.world)
     with torch.no_grad():
         place_buffers(model, settings.device, mesh.world)
-        scheduled, gradient_memory = _build_sites(model, settings, topology, share, mesh)
+        scheduled, gradient_memory = _build_sites(model, settings, topology, share, mesh, owner)
     all_units = list(dict.fromkeys(unit for site in scheduled for unit in site.units))
     choices = Choices(settings, topology, all_units)
     boundary = Boundary(
@@ -257,6 +259,7 @@ def _build(
             interval=settings.audit_interval,
             device=settings.device,
         ),
+        owner=owner,
         gradient_memory=gradient_memory,
         lends_memory=settings.lean,
         reduction_share=choices.reduction_share,
@@ -314,7 +317,12 @@ def _build(
 
 
 def _build_sites(
-    model: nn.Module, settings: Settings, topology: Topology, share: Share, mesh: MeshCollectives
+    model: nn.Module,
+    settings: Settings,
+    topology: Topology,
+    share: Share,
+    mesh: MeshCollectives,
+    owner: ShardOwner,
 ) -> tuple[list[ScheduledSite], Contiguous]:
     """All sites with their units, and the memory of the units' gradients."""
     scheduled: list[ScheduledSite] = []
@@ -324,7 +332,7 @@ def _build_sites(
     for site, specs in zip(settings.sites, specs_of, strict=True):
         built = [unit for earlier in scheduled for unit in earlier.units]
         values = initial_values(model, site, settings.device, built)
-        units = [Unit(spec, share, mesh=mesh, memory=memory) for spec in specs]
+        units = [Unit(spec, share, mesh=mesh, memory=memory, owner=owner) for spec in specs]
         for unit in units:
             fill_unit(unit, values, mesh.world)
         drop_originals(site)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from weakref import ref
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from mics.agreement import Agreement
@@ -16,7 +18,8 @@ from mics.audit import ReplicaAudit
 from mics.comm.lanes import DONE
 from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
-from mics.gradients import GradientOwner, ShardGrad
+from mics.errors import MicsError
+from mics.guard import Layout, ShardGrad, ShardOwner, ShardTensor, plainly, show_guarded, show_plain
 from mics.planner.memory import QUICK_SHARE, TINY_SHARE
 from mics.plans import Prefetch
 from mics.reduce_buffer import ReduceBuffer
@@ -39,6 +42,7 @@ class Boundary:
         device: torch.device,
         num_reduce_buffers: int,
         audit: ReplicaAudit,
+        owner: ShardOwner,
         gradient_memory: Contiguous,
         lends_memory: bool = False,
         reduction_share: Callable[[int], float] = lambda rows: math.inf,
@@ -59,7 +63,12 @@ class Boundary:
         self._buffers: dict[tuple[torch.dtype, bool], list[ReduceBuffer]] = {}  # by format and tininess
         self._num_buffers = num_reduce_buffers
         self._largest_numel = max((unit.spec.layout.numel for unit in self.trainable), default=0)
-        self._owner = GradientOwner(synchronize=self.synchronize, agree_found_inf=self._agree_found_inf)
+        self.owner, self.weak_owner = owner, ref(owner)
+        owner.synchronize, owner.agree_found_inf = self.synchronize, self._agree_found_inf
+        owner.take_gradient = self._take_gradient
+        self._by_name = {
+            held.name: (unit, index) for unit in self.trainable for index, held in enumerate(unit.spec.refs)
+        }
         self._guards: dict[int, list[ShardGrad]] = {}  # by unit index
         self._agreement = Agreement(self.trainable, mesh=mesh, device=device, choose_prefetch=choose_prefetch)
         self._schedule: Schedule | None = None
@@ -76,6 +85,7 @@ class Boundary:
         self._clipped: tuple[list[Unit], Tensor] | None = None
         # What an optimizer at work sees in place of guarded gradients; None where it should see nothing.
         self._shown: list[tuple[Unit, int, Tensor | None]] = []
+        self._plain: list[nn.Parameter] = []  # parameters that it sees without their guard
 
     # -- gradients ----------------------------------------------------------------------------------
 
@@ -155,7 +165,8 @@ class Boundary:
 
     def _lend_memory(self) -> None:
         self._lend_buffers()
-        has_gradients = any(shard.grad is not None for unit in self.trainable for shard in unit.shards)
+        with plainly():
+            has_gradients = any(shard.grad is not None for unit in self.trainable for shard in unit.shards)
         if has_gradients or self._shown:  # of earlier micro-steps, or an optimizer is at work on them
             return
         guards, self._guards = self._guards, {}
@@ -226,41 +237,67 @@ class Boundary:
         """Let ``parameter.grad`` be this unit's guarded gradients."""
         guards = self._guards.get(unit.spec.index)
         if guards is None:
-            guards = [ShardGrad.guard(grad, self._owner) for grad in unit.gradients.views]
+            guards = [
+                ShardGrad.of(grad, layout, self.weak_owner)
+                for grad, layout in zip(unit.gradients.views, unit.layouts, strict=True)
+            ]
             self._guards[unit.spec.index] = guards
-        for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True)):
-            if shard.grad is None:
-                unit.gradients.check_unhooked(index)
-                shard.grad = guard
+        with plainly():
+            for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True)):
+                if shard.grad is None:
+                    unit.gradients.check_unhooked(index)
+                    shard.grad = guard
+
+    def _take_gradient(self, name: str, gradient: Tensor) -> None:
+        """A backward has come to this rank's piece of a parameter, outside of any forward (a penalty)."""
+        unit, index = self._by_name[name]
+        self.guard_again()
+        with plainly(), torch.no_grad():
+            self._adopt_assigned(unit)
+            unit.gradients.add_local(index, gradient)
+        self._show(unit)
+        self._fresh_grads = True
 
     def _adopt_assigned(self, unit: Unit) -> None:
         """Take gradients that the user put in place of ours (``p.grad = p.grad.clamp(...)``)."""
-        guards: Sequence[ShardGrad | None] = self._guards.get(unit.spec.index) or [None] * len(unit.shards)
+        guards: Sequence[ShardTensor | None] = self._guards.get(unit.spec.index) or [None] * len(unit.shards)
+        with plainly():
+            grads = [shard.grad for shard in unit.shards]
         assigned = [
             index
-            for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True))
-            if shard.grad is not None and shard.grad is not guard
+            for index, (grad, guard) in enumerate(zip(grads, guards, strict=True))
+            if grad is not None and grad is not guard
         ]
         if self._shown:  # the optimizer is at work on plain gradients, which are not the user's
             return
         if not assigned:
             return
-        values = [unit.shards[index].grad for index in assigned]
-        for value in values:
-            if isinstance(value, ShardGrad):
+        values = [grads[index] for index in assigned]
+        for index, value in zip(assigned, values, strict=True):
+            if isinstance(value, ShardTensor):
                 value.check_kept()
+                self._check_assigned(unit.layouts[index], value)
         unit.gradients.make_reduced()
         if not self._fresh_grads:
             # Unless it is news to the ranks that a parameter has a gradient, they have agreed already.
             self._clipped = None
             self._agreement.settle()
             self._fresh_grads = not all(self._agreement.used(unit, index) for index in assigned)
-        for index, value in zip(assigned, values, strict=True):
-            assert value is not None
-            unit.gradients.views[index].copy_(value.as_subclass(Tensor))
-            unit.gradients.used[index] = True
-            unit.shards[index].grad = None
+        with plainly():
+            for index, value in zip(assigned, values, strict=True):
+                assert value is not None
+                unit.gradients.views[index].copy_(value)
+                unit.gradients.used[index] = True
+                unit.shards[index].grad = None
         self._show(unit)
+
+    @staticmethod
+    def _check_assigned(layout: Layout, value: ShardTensor) -> None:
+        if value.shard_layout != layout:
+            raise MicsError(
+                f"p.grad of {layout.label}: expected a gradient of the same elements, found a piece of "
+                f"{value.shard_layout.label} that holds others; assign p.grad from that parameter's own gradient"
+            )
 
     def reduce_buffers(self) -> list[ReduceBuffer]:
         """The buffers hop 1 works in, for each reduce format in use."""
@@ -319,6 +356,8 @@ class Boundary:
         self._agreement.settle()
         for unit, index in members:
             shard = unit.shards[index]
+            show_plain(shard)
+            self._plain.append(shard)
             if shard.grad is None:
                 continue
             if self._agreement.used(unit, index):
@@ -331,6 +370,15 @@ class Boundary:
 
     def guard_again(self) -> None:
         """Put guarded gradients back in place of what an optimizer was shown."""
+        for shard in self._plain:
+            show_guarded(shard)
+        self._plain = []
+        if not self._shown:
+            return
+        with plainly():
+            self._guard_gradients()
+
+    def _guard_gradients(self) -> None:
         # A hook that clears gradients clears all of them: what is left tells whether one has.
         seen = [unit.shards[index].grad is plain for unit, index, plain in self._shown if plain is not None]
         for unit, index, plain in self._shown:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import wraps
 from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.boundary import Boundary
 from mics.errors import SettingsError
+from mics.guard import ShardTensor, plainly
 from mics.optimizer_state import make_contiguous
 from mics.unit import Unit
 
@@ -93,12 +91,24 @@ def optimizer_state_nbytes(boundary: Boundary) -> int:
     return found
 
 
+def _meet(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before every step of any optimizer: be closest to it, so that hooks of the user's see guarded pieces."""
+    if optimizer not in _met:
+        pre = optimizer.register_step_pre_hook(_before_step)
+        post = optimizer.register_step_post_hook(_after_step)
+        _met[optimizer] = pre.id, post.id
+    pre_id, post_id = _met[optimizer]
+    pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+    post_hooks: Any = optimizer._optimizer_step_post_hooks
+    pre_hooks.move_to_end(pre_id)
+    post_hooks.move_to_end(post_id, last=False)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     found = _find_members(optimizer)
     closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
     if not found or not callable(closure):
-        for boundary, members in found.items():
-            boundary.before_step(members)
+        _show_plain(optimizer, found)
         return None
 
     def with_plain_gradients() -> Any:
@@ -106,8 +116,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         for boundary in found:
             boundary.guard_again()
         result = closure()
-        for boundary, members in found.items():
-            boundary.before_step(members)
+        _show_plain(optimizer, found)
         return result
 
     if "closure" in kwargs:
@@ -124,6 +133,96 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         make_contiguous(optimizer, [unit.shards[i] for members in found.values() for unit, i in members])
     for boundary, members in found.items():
         boundary.after_step(members)
+        for unit, index in members:
+            owner, layout = boundary.weak_owner, unit.layouts[index]
+            for value in _sharded_state(optimizer, unit.shards[index]):
+                ShardTensor.guard(value, layout, owner)
+
+
+def _show_plain(optimizer: Optimizer, found: dict[Boundary, list[tuple[Unit, int]]]) -> None:
+    """Let ``optimizer`` see plain parameters, gradients and state."""
+    for boundary, members in found.items():
+        boundary.before_step(members)
+        for unit, index in members:
+            for value in _sharded_state(optimizer, unit.shards[index]):
+                if isinstance(value, ShardTensor):
+                    _check_layout(unit, index, value)
+                    value.unguard()
+
+
+def _sharded_state(optimizer: Optimizer, shard: torch.nn.Parameter) -> list[torch.Tensor]:
+    """State that has an element for each of ``shard``."""
+    with plainly():
+        return [
+            value
+            for value in optimizer.state.get(shard, {}).values()
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shard.shape
+        ]
+
+
+def _check_layout(unit: Unit, index: int, value: ShardTensor) -> None:
+    if value.shard_layout != unit.layouts[index]:
+        raise SettingsError(
+            f"optimizer state of {unit.layouts[index].label}: expected the piece of it that this rank has, found a "
+            "piece with other elements; load state of another rank or of other settings with mics.load"
+        )
+
+
+def _load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """``Optimizer.load_state_dict`` for all: for sharded parameters, whole tensors become pieces."""
+    found = _find_members(optimizer) if any(p in _places for p in _params_of(optimizer)) else {}
+    _original_load(optimizer, _fitting(optimizer, state_dict) if found else state_dict)
+
+
+def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with this rank's pieces. Raises before anything is overwritten."""
+    groups, own = state_dict["param_groups"], optimizer.param_groups
+    kind = type(optimizer).__name__
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
+        raise SettingsError(
+            f"{kind}.load_state_dict: expected parameter groups of {[len(g['params']) for g in own]} parameters, "
+            f"found {[len(g['params']) for g in groups]}; build the optimizer with the groups it was saved with"
+        )
+    for saved, group in zip(groups, own, strict=True):
+        missing = (group.keys() - _OPTIONAL_KEYS) - saved.keys()
+        if missing:
+            raise SettingsError(
+                f"{kind}.load_state_dict: expected the state of a {kind}, found one without {sorted(missing)}; "
+                "build the optimizer class that was saved"
+            )
+    saved_ids = [saved_id for group in groups for saved_id in group["params"]]
+    params = dict(zip(saved_ids, _params_of(optimizer), strict=True))
+    state = {
+        saved_id: _fitting_entries(params[saved_id], entries) if saved_id in params else entries
+        for saved_id, entries in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _fitting_entries(param: torch.nn.Parameter, entries: dict[str, Any]) -> dict[str, Any]:
+    place = _places.get(param)
+    unit = None if place is None else place.unit()
+    if unit is None:
+        return entries
+    layout = unit.layouts[place.index]
+    part = layout.parts[0]
+    fitted = dict(entries)
+    for key, value in entries.items():
+        if isinstance(value, ShardTensor):
+            _check_layout(unit, place.index, value)
+        elif isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == part.shape:
+            fitted[key] = value.reshape(-1)[part.start : part.stop].clone().view(part.local_shape)
+        elif isinstance(value, torch.Tensor) and value.dim():
+            raise SettingsError(
+                f"optimizer state {key!r} of {layout.label}: expected a tensor of the whole shape "
+                f"{list(part.shape)}, found {list(value.shape)}; is it one rank's piece, or of another model? "
+                "mics.save and mics.load keep optimizer state on any number of ranks"
+            )
+    return fitted
+
+
+def _params_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _forget_places(optimizer: Optimizer) -> None:
@@ -188,11 +287,18 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 
 _hooks_installed = False
+_original_load = Optimizer.load_state_dict
+_met: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()  # ids of our hooks on it
+# Entries of a group that come and go with schedulers and torch versions.
+_OPTIONAL_KEYS = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum",
+                  "base_momentum", "decoupled_weight_decay", "fused", "foreach", "capturable", "differentiable",
+                  "maximize"}  # fmt: skip
 
 
 def _install_hooks() -> None:
     global _hooks_installed
     if not _hooks_installed:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+        register_optimizer_step_pre_hook(_meet)
+        # torch has no hook for loading on all optimizers, as it has for stepping.
+        setattr(Optimizer, "load_state_dict", wraps(_original_load)(_load_state_dict))  # noqa: B010
         _hooks_installed = True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn as nn
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from mics.engine import Engine, engine_of
 from mics.errors import SettingsError
+from mics.guard import Layout, ShardTensor, run_plainly
 from mics.unit import Unit
 from mics.unit_gradients import GradState
 
@@ -78,10 +80,10 @@ def full_gradients(
     for unit, *present in zip(units, *found, strict=True):
         flat = unit.full_of_masters(_step_gradient(unit)) if any(present) else None
         values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
-        for index, (ref, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
+        for index, (held, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
             if keep:
                 hidden = value is None or not engine.boundary.any_rank_used(unit, index)
-                grads[ref.name] = None if value is None or hidden else _copied(value, cpu=cpu)
+                grads[held.name] = None if value is None or hidden else _copied(value, cpu=cpu)
     return grads
 
 
@@ -91,6 +93,7 @@ def _step_gradient(unit: Unit) -> Tensor:
     return torch.zeros_like(unit.master, dtype=unit.spec.grad_dtype)
 
 
+@run_plainly
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, dict[str, Any]]:
@@ -119,23 +122,24 @@ def full_optimizer_state_dict(
                     entry[key] = value.cpu() if cpu else value.clone()
         if keep:
             result.update(
-                {ref.name: entry for ref, entry in zip(unit.spec.refs, found, strict=True) if entry}
+                {held.name: entry for held, entry in zip(unit.spec.refs, found, strict=True) if entry}
             )
     return result
 
 
 @contextmanager
-def summon(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
+def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     """Inside this context modules hold whole parameters, in master precision, on every rank.
 
-    With ``writeback`` the changes made inside are kept: make the same ones on every rank. Forwards inside
-    need ``torch.no_grad()``.
+    With ``write`` the changes made inside are kept: those of rank 0 (initialisers draw from each rank's own
+    random numbers). Forwards inside need ``torch.no_grad()``. All ranks must enter it.
     """
     engine = engine_of(model)
     schedule = engine.schedule
     if schedule.suspended:
         raise SettingsError(
-            "mics.summon: expected a sharded model, found one already summoned; do not nest summon"
+            "mics.summon_full_params: expected a sharded model, found one whose parameters are whole already; "
+            "do not nest it"
         )
     flats = [unit.full_of_masters(unit.master) for unit in engine.units]
     schedule.suspended = True
@@ -147,9 +151,20 @@ def summon(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
         schedule.suspended = False
         for unit in engine.units:
             unit.expose(unit.shards)
-    if writeback:
+    if write:
         for unit, flat in zip(engine.units, flats, strict=True):
+            engine.mesh.world.broadcast(flat, f"written {unit.spec.label}")
             unit.load(flat)
+
+
+def summon(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[nn.Module]:
+    """Earlier name of :func:`summon_full_params`."""
+    return summon_full_params(model, write=writeback)
+
+
+def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
+    """The number of elements of the whole model's parameters, tied ones once. Nothing is communicated."""
+    return sum(param.numel() for param in model.parameters() if param.requires_grad or not only_trainable)
 
 
 def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -160,24 +175,35 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
         value = state_dict.get(prefix + attribute)
         if not isinstance(value, Tensor):
             continue
-        index = next(i for i, ref in enumerate(unit.spec.refs) if (module, attribute) in ref.places)
+        index = next(i for i, held in enumerate(unit.spec.refs) if (module, attribute) in held.places)
         slot, shard = unit.spec.layout.slots[index], unit.shards[index]
         distributed = isinstance(value, DTensor)  # of FSDP2, say: all ranks load the same names in turn
-        if tuple(value.shape) == slot.shape:
+        if isinstance(value, ShardTensor):
+            _check_piece(prefix + attribute, value, unit.layouts[index])
+        elif tuple(value.shape) == slot.shape:
             value = value.full_tensor() if isinstance(value, DTensor) else value
             span = unit.share.master_span(unit.spec)
             overlap = slot.overlap(span)
             part = value.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
             part = part.view(shard.shape)
             state_dict[prefix + attribute] = part.clone() if distributed else part  # frees the whole one
-        elif value.shape != shard.shape:
+        else:
             raise SettingsError(
-                f"{prefix + attribute}: expected the whole tensor of shape {slot.shape} or this "
-                "rank's shard of "
-                f"shape {tuple(shard.shape)}, found {tuple(value.shape)}; is this the state of another model?"
+                f"{prefix + attribute}: expected the whole tensor of shape {slot.shape}, found "
+                f"{tuple(value.shape)}; is this the state of another model, or one rank's piece of it? "
+                "mics.full_state_dict(model) has whole tensors, and mics.load(path, model) reads what mics.save wrote"
             )
 
 
+def _check_piece(name: str, value: ShardTensor, layout: Layout) -> None:
+    if value.shard_layout != layout:
+        raise SettingsError(
+            f"{name}: expected the whole tensor or the piece of it that this rank has, found a piece with other "
+            "elements; pass mics.full_state_dict(model), or shard both models with the same settings"
+        )
+
+
+@run_plainly
 def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
     """Rank 0's state dict on every rank, already cut to shards: one unit at a time is whole."""
     names = engine.world.gather_objects(None if state_dict is None else list(state_dict))[0]
@@ -208,7 +234,8 @@ def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | N
             span = unit.share.master_span(unit.spec)
             overlap = slot.overlap(span)
             flat = whole.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
-            whole = flat.clone().view(target.shape)
+            piece = flat.clone().view(target.shape)
+            whole = ShardTensor.guard(piece, unit.layouts[index], ref(engine.boundary.owner))
         received[name] = whole
     return received
 

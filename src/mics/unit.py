@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn as nn
@@ -28,6 +29,7 @@ from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.gathered import GatheredMemory
+from mics.guard import ShardOwner, ShardParameter, plainly
 from mics.unit_gradients import UnitGradients
 from mics.unit_spec import Share, UnitSpec, label_of
 
@@ -77,7 +79,15 @@ class UnitMemory:
 class Unit:
     """The parameters that are gathered and released together."""
 
-    def __init__(self, spec: UnitSpec, share: Share, *, mesh: MeshCollectives, memory: UnitMemory) -> None:
+    def __init__(
+        self,
+        spec: UnitSpec,
+        share: Share,
+        *,
+        mesh: MeshCollectives,
+        memory: UnitMemory,
+        owner: ShardOwner,
+    ) -> None:
         self.spec = spec
         self.share = share
         self.device = memory.device
@@ -100,8 +110,10 @@ class Unit:
             self.master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
         # The same memory with a version counter of its own: what lanes write to it is nobody's edit.
         self._incoming = self.param_shard.data
-        self.shards = [
-            nn.Parameter(view, requires_grad=spec.trainable) for view in self.views_of(self.master)
+        self.layouts = share.layouts_of(spec)  # which elements each of ``shards`` holds
+        self.shards: list[nn.Parameter] = [
+            ShardParameter.of(view, layout, ref(owner), trainable=spec.trainable)
+            for view, layout in zip(self.views_of(self.master), self.layouts, strict=True)
         ]
         alone = mesh.gather.size == 1
         self.memory = GatheredMemory(
@@ -119,16 +131,14 @@ class Unit:
         )
         self._entries = self._install()
         self._writes_are_lost = not (alone and self.master is self.param_shard and mesh.replication.size == 1)
-        self._rnns = {id(m): m for ref in spec.refs for m, _ in ref.places if isinstance(m, nn.RNNBase)}
+        self._rnns = {id(m): m for held in spec.refs for m, _ in held.places if isinstance(m, nn.RNNBase)}
         for rnn in self._rnns.values():
             # cuDNN would move the weights to a buffer of its own, away from ``flat``.
             rnn.flatten_parameters = lambda: None  # type: ignore[method-assign]
-        for ref, shard, full in zip(spec.refs, self.shards, self.full, strict=True):
+        for old, shard, full in zip(spec.refs, self.shards, self.full, strict=True):
             # Marks that users hang on parameters, such as "no weight decay".
-            shard.__dict__.update(ref.param.__dict__)
-            full.__dict__.update(ref.param.__dict__)
-            if spec.trainable:
-                shard.register_hook(partial(_refuse_gradient, ref.name))
+            shard.__dict__.update(old.param.__dict__)
+            full.__dict__.update(old.param.__dict__)
         self.expose(self.shards)
 
     # -- parameters ---------------------------------------------------------------------------------
@@ -158,9 +168,10 @@ class Unit:
         self._arriving.wait()
         self._arriving = None
         self._check_held()
-        for shard, full in zip(self.shards, self.full, strict=True):
-            if shard.requires_grad != full.requires_grad:
-                self._follow_requires_grad(shard, full)
+        with plainly():
+            for shard, full in zip(self.shards, self.full, strict=True):
+                if shard.requires_grad != full.requires_grad:
+                    self._follow_requires_grad(shard, full)
         self.gathered = True
         self.expose(self.full)
 
@@ -234,7 +245,8 @@ class Unit:
 
     def num_edits(self) -> int:
         """A number that grows with every write to the masters."""
-        return sum(shard._version for shard in self.shards)
+        with plainly():
+            return sum(shard._version for shard in self.shards)
 
     def masters_changed(self) -> bool:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
@@ -242,7 +254,7 @@ class Unit:
 
     def holds_edit(self) -> bool:
         """Whether such a write stands in this rank's ``param_shard``, and not yet in the other replicas'."""
-        in_place = self.spec.trainable and not self.spec.has_masters and self.share.masters_over_replicas
+        in_place = not self.spec.has_masters and self.share.masters_over_replicas
         return in_place and self.masters_changed()
 
     def arrived_params(self) -> Tensor:
@@ -267,7 +279,9 @@ class Unit:
     def check_intact(self) -> None:
         """Raise if the optimizer's parameters no longer are the memory of ``master``."""
         home = self.master.untyped_storage().data_ptr()
-        if any(shard.untyped_storage().data_ptr() != home for shard in self.shards):
+        with plainly():
+            moved = any(shard.untyped_storage().data_ptr() != home for shard in self.shards)
+        if moved:
             raise MicsError(
                 f"{self.spec.label}: expected its parameters where mics.shard() put them, found them "
                 "replaced, so this step "
@@ -290,7 +304,7 @@ class Unit:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
         layout = self.spec.layout
         chunk = masters
-        if self.spec.trainable and self.share.masters_over_replicas:
+        if self.share.masters_over_replicas:
             chunk = masters.new_empty(layout.chunk_numel)
             self._mesh.replication.all_gather(chunk, masters, self.spec.label).wait()
         flat = masters.new_empty(layout.numel)
@@ -334,7 +348,7 @@ class Unit:
     def _check_unwritten(self) -> None:
         """Raise if a module wrote to its gathered parameters: that would be lost."""
         if self._writes_are_lost and any(param._version for param in self.full):
-            names = [ref.name for ref, p in zip(self.spec.refs, self.full, strict=True) if p._version]
+            names = [held.name for held, p in zip(self.spec.refs, self.full, strict=True) if p._version]
             for param in self.full:
                 torch._C._autograd._unsafe_set_version_counter((param,), (0,))
             raise MicsError(
@@ -365,8 +379,8 @@ class Unit:
 
     def _install(self) -> list[tuple[ParameterTable, str, int]]:
         entries = []
-        for index, ref in enumerate(self.spec.refs):
-            for module, attribute in ref.places:
+        for index, held in enumerate(self.spec.refs):
+            for module, attribute in held.places:
                 table = module._parameters
                 if not isinstance(table, ParameterTable):
                     table = module._parameters = ParameterTable(table)
@@ -408,27 +422,15 @@ def _cast(casts: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def refresh_together(units: Sequence[Unit]) -> None:
     """Carry the masters of several units into their ``param_shard``, by one collective over the replicas."""
-    trainable = [unit for unit in units if unit.spec.trainable]
-    for unit in trainable:
+    for unit in units:
         unit.settle_params()
         if unit._own_params is not unit.master:
             unit._own_params.copy_(unit.master)
-    if trainable and trainable[0].share.masters_over_replicas:
-        pairs = [(unit._incoming, unit._own_params) for unit in trainable]
-        ticket = trainable[0]._mesh.replication.gather_together(
-            pairs, label_of([unit.spec for unit in trainable])
-        )
-        for unit in trainable:
+    if units and units[0].share.masters_over_replicas:
+        pairs = [(unit._incoming, unit._own_params) for unit in units]
+        ticket = units[0]._mesh.replication.gather_together(pairs, label_of([unit.spec for unit in units]))
+        for unit in units:
             unit._refreshed = ticket
     for unit in units:
         unit._versions = unit.num_edits()
         unit.num_refreshes += 1
-
-
-def _refuse_gradient(name: str, grad: Tensor) -> None:
-    """Autograd reached this rank's shard: somebody computed with it instead of with the whole parameter."""
-    raise MicsError(
-        f"{name}: expected the loss to depend on parameters through the model's forward alone, found "
-        "this rank's "
-        "shard of it in the loss; compute with the parameter inside a module's forward"
-    )

@@ -15,6 +15,7 @@ from mics.comm.lanes import DONE, LanedCollectives, Ticket
 from mics.comm.world import MeshCollectives
 from mics.contiguous import Part
 from mics.errors import MicsError
+from mics.guard import plainly
 from mics.reduce_buffer import ReduceBuffer, ReduceViews
 from mics.unit_spec import Share, UnitSpec, label_of
 
@@ -145,6 +146,23 @@ class UnitGradients:
             param.grad = None
         return InUse([grad for grad in full if grad is not None], laid_out)
 
+    def add_local(self, index: int, gradient: Tensor) -> None:
+        """Add a gradient that the ranks computed for their own pieces alone: a penalty on parameters."""
+        self.drop_cleared()
+        if self.state is GradState.EMPTY:
+            self.allocate().zero_()
+            self.state = GradState.PARTIAL
+        self.settle()
+        assert self._shard is not None and self._own is not None
+        self.used[index] = True
+        if self.state is GradState.PARTIAL and not self.over_replicas:
+            # Hop 2 adds up what all replicas have: each gives its piece.
+            whole = torch.zeros_like(self._own)
+            self._share.views_of(self.spec, whole)[index].copy_(gradient)
+            self._share.piece_of(self.spec, self._shard).add_(self._share.piece_of(self.spec, whole))
+        else:
+            self._views[index].add_(gradient)
+
     def settle(self) -> None:
         """Wait for the lanes: from here on the caller may use the shard."""
         self.ticket.wait()
@@ -162,7 +180,8 @@ class UnitGradients:
         """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew."""
         if self.state is GradState.EMPTY:
             return
-        cleared = [index for index, shard in enumerate(self._shards) if shard.grad is None]
+        with plainly():
+            cleared = [index for index, shard in enumerate(self._shards) if shard.grad is None]
         if len(cleared) == len(self._shards):
             self.state = GradState.EMPTY
             self.used = [False] * len(self.used)
@@ -178,8 +197,9 @@ class UnitGradients:
     def check_unhooked(self, index: int) -> None:
         """Raise if the user hooked a parameter: autograd never sees shards, so the hook would not run."""
         shard = self._shards[index]
-        hooks = shard._backward_hooks  # one of them is ours
-        if shard._post_accumulate_grad_hooks or (hooks is not None and len(hooks) > 1):
+        with plainly():
+            hooked = bool(shard._post_accumulate_grad_hooks or shard._backward_hooks)
+        if hooked:
             raise MicsError(
                 f"{self.spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
                 "found one, which "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mics.assign import ParamRef
+from mics.guard import Layout, Part
 from mics.layout import UnitLayout
 
 
@@ -68,7 +69,7 @@ class Share:
 
     def master_span(self, spec: UnitSpec) -> range:
         """The flat positions whose values ``model.parameters()`` shows on this rank."""
-        if spec.trainable and self.masters_over_replicas:
+        if self.masters_over_replicas:
             return self.piece_span(spec.layout)
         return self.chunk_span(spec.layout)
 
@@ -82,7 +83,7 @@ class Share:
 
     def own_of(self, spec: UnitSpec, chunk: Tensor) -> Tensor:
         """The part of a [chunk_numel] tensor that the masters cover."""
-        return self.piece_of(spec, chunk) if spec.trainable and self.masters_over_replicas else chunk
+        return self.piece_of(spec, chunk) if self.masters_over_replicas else chunk
 
     def views_of(self, spec: UnitSpec, own: Tensor) -> list[Tensor]:
         """Each parameter's part of a tensor laid out as the masters: [n, 1, ...], as many dims as it has."""
@@ -93,3 +94,16 @@ class Share:
             piece = own[overlap.start - span.start : overlap.stop - span.start]
             views.append(piece.view(-1, *[1] * (len(slot.shape) - 1)))
         return views
+
+    def layouts_of(self, spec: UnitSpec) -> list[Layout]:
+        """Which elements of each parameter those parts hold."""
+        span = self.master_span(spec)
+        # Where every replica holds all of the chunk, one of them counts it.
+        counts = self.masters_over_replicas or self.piece == 0
+        layouts = []
+        for slot, ref in zip(spec.layout.slots, spec.refs, strict=True):
+            overlap = slot.overlap(span)
+            start, stop = overlap.start - slot.start, overlap.stop - slot.start
+            part = Part(name=ref.name, shape=slot.shape, start=start, stop=max(start, stop), counts=counts)
+            layouts.append(Layout((part,)))
+        return layouts

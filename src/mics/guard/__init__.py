@@ -1,0 +1,29 @@
+"""The guard: what user code sees of a sharded model is right, or it raises."""
+
+from mics.guard.layout import Layout, Part, ShardOwner
+from mics.guard.tensors import (
+    ShardGrad,
+    ShardParameter,
+    ShardTensor,
+    norms,
+    pieces_in,
+    plainly,
+    run_plainly,
+    show_guarded,
+    show_plain,
+)
+
+__all__ = [
+    "Layout",
+    "Part",
+    "ShardGrad",
+    "ShardOwner",
+    "ShardParameter",
+    "ShardTensor",
+    "norms",
+    "pieces_in",
+    "plainly",
+    "run_plainly",
+    "show_guarded",
+    "show_plain",
+]

@@ -1,0 +1,95 @@
+"""Which elements of a whole tensor this rank's piece holds, and who answers for the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from mics.comm.protocol import Collectives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A run of one tensor's elements, in flat order: ``[start, stop)`` of ``shape``."""
+
+    name: str = field(compare=False)  # of the parameter
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int
+    stop: int
+    counts: bool  # whether this rank counts these elements: replicas of them must not count twice
+    padding: int = 0  # elements behind them that nobody counts
+
+    @property
+    def whole_numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """``[n, 1, ...]``: as many dims as the whole tensor has, and one at least."""
+        return (self.stop - self.start + self.padding, *[1] * (len(self.shape) - 1))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts that a piece consists of: one, or several that were concatenated.
+
+    Two pieces of equal layout hold the same elements, so an elementwise operation on both is exact.
+    """
+
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def whole_numel(self) -> int:
+        return sum(part.whole_numel for part in self.parts)
+
+    @cached_property
+    def local_numel(self) -> int:
+        return sum(part.stop - part.start for part in self.parts)
+
+    @cached_property
+    def padding(self) -> int:
+        return self.parts[-1].padding
+
+    def padded(self, padding: int) -> Layout:
+        """The same elements of one tensor, with ``padding`` behind them."""
+        return Layout((replace(self.parts[0], padding=padding),))
+
+    @cached_property
+    def counts(self) -> bool:
+        return self.parts[0].counts
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.parts[0].shape if len(self.parts) == 1 else (self.whole_numel,)
+
+    def keeps(self, shape: tuple[int, ...]) -> bool:
+        """Whether a piece of this shape still has its elements where a reduction over all dims finds them."""
+        flat = (self.local_numel + self.padding,)
+        return shape == flat or (len(self.parts) == 1 and shape == self.parts[0].local_shape)
+
+    @property
+    def label(self) -> str:
+        first = self.parts[0].name
+        return repr(first) if len(self.parts) == 1 else f"{first!r} and {len(self.parts) - 1} more"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_gradient(name: str, gradient: Tensor) -> None:
+    raise AssertionError(f"{name}: nobody takes gradients of shards")
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardOwner:
+    """What a guarded piece asks its model for. One for each sharded model."""
+
+    world: Collectives
+    synchronize: Callable[[], None] = _nothing  # run hop 2 if it has not run
+    agree_found_inf: Callable[[Tensor], None] = lambda found_inf: None  # maximum over the world, in place
+    take_gradient: Callable[[str, Tensor], None] = _no_gradient  # of a parameter's piece, by name

@@ -1,0 +1,500 @@
+"""The tensors of a sharded model that users see: this rank's pieces, behind a guard.
+
+``model.parameters()``, the values of ``model.state_dict()``, ``parameter.grad`` and optimizer state are
+pieces of whole tensors. What user code computes with them is right or raises: see ``rules.py``. While an
+optimizer steps, it sees plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
+from weakref import ref
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from mics.errors import MicsError
+from mics.guard.answers import Answered, Entry
+from mics.guard.layout import Layout, ShardOwner
+from mics.guard.rules import Watch, refusal
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+plainly = torch._C.DisableTorchFunctionSubclass
+"""A context in which pieces are plain tensors: for our own code, which knows that they are pieces."""
+
+
+def run_plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function`` in that context."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with plainly():
+            return function(*args, **kwargs)
+
+    return run
+
+
+# What these say of a piece is true of it as a tensor; all other functions are watched.
+_DESCRIBE = {
+    "size", "dim", "stride", "storage_offset", "element_size", "is_contiguous", "__len__",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_set_to",
+    "is_same_size", "get_device", "dim_order", "untyped_storage", "has_names", "_is_view", "is_conj", "is_neg",
+    "result_type", "can_cast", "promote_types",
+}  # fmt: skip
+_GRAPH = {
+    "requires_grad_", "detach_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "backward", "__delete__",
+}  # fmt: skip
+_COUNTS = {"numel", "nelement"}
+_READS_ONE = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__",
+              "is_nonzero", "__format__"}  # fmt: skip
+
+
+class ShardTensor(Tensor):
+    """This rank's piece of a whole tensor."""
+
+    shard_layout: Layout
+    # Weak: Python's collector does not see what a parameter holds as its ``grad``, so a strong reference
+    # back would keep every model alive whose gradients were not cleared at the end.
+    shard_owner: ref[ShardOwner]
+
+    @classmethod
+    def guard(cls, piece: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardTensor:
+        """``piece`` itself, behind the guard."""
+        guarded: Any = piece if type(piece) is Tensor else piece.as_subclass(Tensor)
+        guarded.__class__ = cls
+        guarded.shard_layout, guarded.shard_owner = layout, owner
+        return guarded  # type: ignore[no-any-return]
+
+    def unguard(self) -> None:
+        """Be a plain tensor, for an optimizer at work."""
+        self.__class__ = Tensor  # type: ignore[assignment]
+
+    def to_local(self) -> Tensor:
+        """This rank's elements as a plain tensor, in the same memory: ``[n, 1, ...]`` of the flat order."""
+        self._prepare()
+        with plainly():
+            return self.detach().as_subclass(Tensor)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor on every rank. All ranks must call it: one all-reduce of its size."""
+        self._prepare()
+        owner, layout = self._owner(), self.shard_layout
+        with plainly(), torch.no_grad():
+            local = self.detach().as_subclass(Tensor).reshape(-1)
+            pieces = []
+            for part in layout.parts:
+                whole = local.new_zeros(part.whole_numel)
+                piece, local = local[: part.stop - part.start], local[part.stop - part.start :]
+                if part.counts:
+                    whole[part.start : part.stop] = piece
+                if part.whole_numel:
+                    # Bytes: a sum of one value and zeros, to the bit.
+                    owner.world.all_reduce(whole.view(torch.uint8), f"full_tensor of {part.name!r}")
+                pieces.append(whole)
+            return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(layout.whole_shape)
+
+    def check_kept(self) -> None:
+        """Raise if its values are gone. Only gradients that were put aside may be."""
+
+    def _prepare(self) -> None:
+        """Have the values that a user may see."""
+
+    def _owner(self) -> ShardOwner:
+        owner = self.shard_owner()
+        if owner is None:
+            raise MicsError(
+                f"{self.shard_layout.label}: expected its sharded model to exist, found it gone; keep the model, "
+                "or take tensor.to_local()"
+            )
+        return owner
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with plainly():
+            local = repr(self.detach().as_subclass(Tensor))
+        layout = self.shard_layout
+        return (
+            f"{type(self).__name__}({local}, this rank's {layout.local_numel:,} of {layout.whole_numel:,} "
+            f"elements of {layout.label})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise MicsError(
+            f"saving {self.shard_layout.label}: expected whole tensors, found this rank's "
+            f"{self.shard_layout.local_numel:,} of {self.shard_layout.whole_numel:,} elements, which no other "
+            "rank or program could use; call mics.save(path, model, optimizer) on all ranks, or save "
+            "mics.full_state_dict(model) (model.save_pretrained(folder, state_dict=mics.full_state_dict(model)))"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        self._prepare()
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        with plainly():
+            copied = self.detach().as_subclass(Tensor).clone()
+        memo[id(self)] = found = ShardTensor.guard(copied, self.shard_layout, self.shard_owner)
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return _get(func, args)
+        if name in _DESCRIBE:
+            with plainly():
+                return func(*args, **kwargs)
+        pieces = list(pieces_in((args, kwargs)))
+        if not pieces:  # it came with a list that has none
+            with plainly():
+                return func(*args, **kwargs)
+        if name in _COUNTS:
+            return pieces[0].shard_layout.whole_numel
+        if name == "__set__":
+            return _set(func, *args)
+        if name in _GRAPH:
+            return _change_graph(func, name, args, kwargs)
+        for piece in pieces:
+            piece.check_kept()
+        for piece in pieces:
+            piece._prepare()
+        return _watch(func, name, pieces, args, kwargs)
+
+
+class ShardParameter(ShardTensor, nn.Parameter):
+    """This rank's piece of a parameter."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        super().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return super().__repr__()
+
+    @staticmethod
+    def of(piece: Tensor, layout: Layout, owner: ref[ShardOwner], *, trainable: bool) -> ShardParameter:
+        """A parameter whose memory is ``piece``."""
+        param: Any = Tensor._make_subclass(ShardParameter, piece, trainable)
+        param.shard_layout, param.shard_owner, param.shard_trainable = layout, owner, trainable
+        return param  # type: ignore[no-any-return]
+
+    shard_trainable: bool  # whether there is room for its gradient
+
+
+class ShardGrad(ShardTensor):
+    """This rank's piece of a parameter's gradient. Whoever uses it gets hop 2 first."""
+
+    is_lost: bool = False  # its memory was lent while it had had hop 1 alone
+
+    @staticmethod
+    def of(gradient: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardGrad:
+        """A guarded gradient in the memory of ``gradient``, which stays plain."""
+        guarded: Any = ShardGrad.guard(gradient.detach(), layout, owner)
+        return guarded  # type: ignore[no-any-return]
+
+    def check_kept(self) -> None:
+        if self.is_lost:
+            raise MicsError(
+                "a gradient that was cleared and kept aside: expected it to be used before the next forward, "
+                "found it afterwards, when it can no longer be added up over the replicas; clone() it before "
+                "zero_grad(), or shard the model with lean=False"
+            )
+
+    def _prepare(self) -> None:
+        self.check_kept()
+        owner = self.shard_owner()
+        if owner is not None:
+            owner.synchronize()
+
+
+def show_plain(param: nn.Parameter) -> None:
+    """Let ``param`` be a plain parameter, for an optimizer at work."""
+    param.__class__ = nn.Parameter
+
+
+def show_guarded(param: nn.Parameter) -> None:
+    param.__class__ = ShardParameter
+
+
+def norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of each tensor, over all ranks: one small all-reduce for all of them. ``[len(tensors)]``.
+
+    Takes parameters and gradients of sharded models, in any mixture with plain tensors. Differentiable in
+    the parameters: ``mics.norms(model.parameters()).square().sum()`` is an L2 penalty,
+    ``mics.norms(model.parameters(), 1).sum()`` an L1 penalty. All ranks must call it.
+    """
+    found = list(tensors)
+    pieces = list(pieces_in(found))
+    if not pieces:
+        return torch.stack(torch._foreach_norm(found, norm_type)) if found else torch.zeros(0, device="cpu")
+    for piece in pieces:
+        piece._prepare()
+    watch, result = _run(torch._foreach_norm, "norms", pieces, (found, norm_type), {})
+    with plainly():
+        answer = torch.stack([value.to(result[0].dtype) for value in result])
+    return _answered(answer, watch, pieces[0], "norms")
+
+
+def pieces_in(value: Any) -> Iterator[ShardTensor]:
+    """All pieces among arguments."""
+    if isinstance(value, ShardTensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from pieces_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from pieces_in(item)
+
+
+# -- inside -----------------------------------------------------------------------------------------
+
+
+def _get(func: Any, args: tuple[Any, ...]) -> Any:
+    """An attribute. ``data`` and ``grad`` are what they should be; other tensors are views, and watched."""
+    piece: ShardTensor = args[0]
+    attribute = func.__self__
+    if attribute is Tensor.data:
+        piece._prepare()
+        with plainly():
+            # Unlike ``.data`` it counts edits together with the parameter: they reach all copies.
+            return ShardTensor.guard(piece.detach(), piece.shard_layout, piece.shard_owner)
+    with plainly():
+        result = func(*args)
+    if not isinstance(result, Tensor) or isinstance(result, ShardTensor) or attribute is Tensor.grad:
+        return result
+    piece._prepare()
+    return _watch(func, attribute.__name__, [piece], args, {})
+
+
+def _set(func: Any, target: Tensor, value: Any) -> None:
+    """``p.data = ...`` writes to the piece's memory; ``p.grad = ...`` is taken as it is."""
+    attribute = func.__self__
+    if attribute is Tensor.requires_grad and isinstance(target, ShardParameter):
+        _check_trainable(target, value)
+    if attribute is not Tensor.data or not isinstance(target, ShardTensor):
+        with plainly():
+            func(target, value)
+        return
+    for piece in pieces_in([target, value]):
+        piece._prepare()
+    layout = target.shard_layout
+    with plainly(), torch.no_grad():
+        if value.dtype is not target.dtype or value.device != target.device:
+            raise MicsError(
+                f"{layout.label}: expected data of format {target.dtype} on {target.device}, found {value.dtype} on "
+                f"{value.device}; do not call model.to(), .half() or .float() after mics.shard(): choose formats "
+                "with mics.shard(model, precision=mics.Precision(...))"
+            )
+        if isinstance(value, ShardTensor):
+            fits = value.shard_layout == layout
+        else:
+            fits = value.shape == target.shape
+            if not fits and tuple(value.shape) == layout.whole_shape and len(layout.parts) == 1:
+                part = layout.parts[0]
+                value, fits = value.reshape(-1)[part.start : part.stop].view(target.shape), True
+        if not fits:
+            raise MicsError(
+                f"{layout.label}.data: expected the whole tensor of shape {list(layout.whole_shape)} or this rank's "
+                f"piece of shape {list(target.shape)}, found another of shape {list(value.shape)}"
+            )
+        if value.data_ptr() != target.data_ptr():
+            target.copy_(value)
+
+
+def _change_graph(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name == "requires_grad_" and isinstance(args[0], ShardParameter):
+        _check_trainable(args[0], kwargs.get("requires_grad", (*args[1:], True)[0]))
+    with plainly():
+        return func(*args, **kwargs)
+
+
+def _check_trainable(param: ShardParameter, wanted: bool) -> None:
+    if wanted and not param.shard_trainable:
+        raise MicsError(
+            f"requires_grad_(True) of {param.shard_layout.label}: expected it to stay frozen, found it frozen when "
+            "mics.shard() ran, so there is no room for its gradient; set requires_grad before sharding, and "
+            "freeze it afterwards"
+        )
+
+
+def _watch(
+    func: Any, name: str, pieces: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    layout = pieces[0].shard_layout
+    if func is torch.autograd.grad:
+        raise MicsError(
+            "torch.autograd.grad of sharded parameters: expected tensors of the graph, found this rank's pieces, "
+            "which no loss is made of; call loss.backward() and read p.grad or mics.full_gradients(model)"
+        )
+    if name == "ndimension":  # nothing but torch.nn.init asks for it, and goes on to lay out a matrix
+        raise refusal("initialisation", layout, "it has another shape than the whole")
+    if name in _READS_ONE and layout.whole_numel == 1:
+        return func(pieces[0].full_tensor(), *args[1:], **kwargs)
+    try:
+        watch, result = _run(func, name, pieces, args, kwargs)
+    except (RuntimeError, IndexError, ValueError) as error:
+        if isinstance(error, MicsError) or _is_write(func, name, kwargs):
+            raise
+        # The shape of a piece is not that of the whole, so what torch says of it may be true of one rank alone.
+        raise refusal(name, layout, f"torch says: {error}") from error
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        # torch's GradScaler: a rank that overflowed must make every rank skip the step.
+        pieces[0]._owner().agree_found_inf(args[1])
+        return result
+    for tensor, found in watch.written:
+        if type(tensor) is Tensor:
+            ShardTensor.guard(tensor, found, pieces[0].shard_owner)
+    return _shown(result, watch, pieces, args, name)
+
+
+def _run(
+    func: Any, name: str, pieces: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Watch, Any]:
+    """Call ``func`` on the pieces, watched; parameters begin a graph where there may be a backward."""
+    if torch.is_grad_enabled() and not _is_write(func, name, kwargs):
+        entries = {id(p): _enter(p) for p in pieces if isinstance(p, ShardParameter) and _needs_grad(p)}
+        if entries:
+            args, kwargs = _replaced(args, entries), _replaced(kwargs, entries)
+    world = pieces[0]._owner().world
+    tiny = _tiny_pieces(args, kwargs)
+    if tiny and not _is_write(func, name, kwargs):
+        # Functions of torch may go other ways with one element or none, and so may the ranks: all go the way
+        # of larger pieces.
+        padded = _padded((args, kwargs), tiny)
+        rehearsal = Watch(name, _layout_of, _Alone())
+        with plainly(), torch.no_grad(), rehearsal:
+            func(*padded[0], **padded[1])
+        if rehearsal.num_answers:
+            args, kwargs = padded
+        else:
+            world = _Alone()  # pieces lead to pieces: they share memory, and nobody needs to be asked
+    watch = Watch(name, _layout_of, world)
+    with plainly(), watch:
+        return watch, func(*args, **kwargs)
+
+
+class _Alone:
+    """A world of one rank."""
+
+    size = 1
+
+    def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
+        pass
+
+
+def _tiny_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, ShardTensor]:
+    """Pieces of fewer than two elements among the arguments themselves (functions of lists do not look)."""
+    with plainly():
+        return {
+            id(value): value
+            for value in (*args, *kwargs.values())
+            if isinstance(value, ShardTensor) and len(value.shard_layout.parts) == 1 and value.shape[0] < 2
+        }
+
+
+def _padded(value: Any, tiny: dict[int, ShardTensor]) -> Any:
+    """Arguments with two elements more in each of these pieces, and in tensors of their shape."""
+    with plainly():
+        shape = next(iter(tiny.values())).shape
+        if isinstance(value, Tensor):
+            if not value.dim() or (id(value) not in tiny and value.shape != shape):
+                return value
+            more = torch.cat([value, value.new_ones(2, *value.shape[1:])])
+    if isinstance(value, ShardTensor):
+        return ShardTensor.guard(more, value.shard_layout.padded(2), value.shard_owner)
+    if isinstance(value, Tensor):
+        return more
+    if type(value) in (list, tuple):
+        return type(value)(_padded(item, tiny) for item in value)
+    if type(value) is dict:
+        return {key: _padded(item, tiny) for key, item in value.items()}
+    return value
+
+
+def _layout_of(tensor: Tensor) -> Layout | None:
+    return tensor.shard_layout if isinstance(tensor, ShardTensor) else None
+
+
+def _shown(result: Any, watch: Watch, pieces: list[ShardTensor], args: tuple[Any, ...], name: str) -> Any:
+    """The result as the user gets it. What is neither a piece nor an answer is refused."""
+    if isinstance(result, list | tuple) and any(isinstance(item, Tensor) for item in result):
+        kind = type(result)
+        items = [_shown(item, watch, pieces, args, name) for item in result]
+        return (
+            kind(items)
+            if kind in (list, tuple)
+            else kind(*items)
+            if hasattr(kind, "_fields")
+            else kind(items)
+        )
+    if isinstance(result, ShardTensor):
+        return _unpadded(result)
+    if result is None:
+        return result
+    if not isinstance(result, Tensor):
+        if not watch.num_answers:
+            raise refusal(name, pieces[0].shard_layout, "a number of one rank would be read")
+        return result
+    with plainly():
+        layout = watch.layout_of(result)
+    if layout is not None:
+        return _unpadded(ShardTensor.guard(result, layout, pieces[0].shard_owner))
+    if watch.num_ops == 0:
+        raise refusal(name, pieces[0].shard_layout, "it reads the piece's memory")
+    return _answered(result, watch, pieces[0], name)
+
+
+def _unpadded(piece: ShardTensor) -> ShardTensor:
+    layout = piece.shard_layout
+    if not layout.padding:
+        return piece
+    with plainly():
+        return ShardTensor.guard(piece[: layout.local_numel], layout.padded(0), piece.shard_owner)
+
+
+def _answered(answer: Tensor, watch: Watch, piece: ShardTensor, name: str) -> Tensor:
+    if not answer.requires_grad or not watch.num_answers:
+        return answer
+    found: Tensor = Answered.apply(answer, piece._owner().world, watch.gradient_scale, name)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _is_write(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    if name == "detach":
+        return True  # it leaves the graph
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name.startswith(("__i", "__set")) or kwargs.get("out") is not None
+
+
+def _needs_grad(param: ShardParameter) -> bool:
+    with plainly():
+        return param.requires_grad
+
+
+def _enter(param: ShardParameter) -> Tensor:
+    owner = param._owner()
+    with plainly():
+        anchor = torch.zeros((), device=param.device, requires_grad=True)
+        take = partial(owner.take_gradient, param.shard_layout.parts[0].name)
+        entry: Tensor = Entry.apply(anchor, param, take)  # type: ignore[no-untyped-call]
+    return ShardTensor.guard(entry, param.shard_layout, param.shard_owner)
+
+
+def _replaced(value: Any, entries: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return entries.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, entries) for item in value)
+    if type(value) is dict:
+        return {key: _replaced(item, entries) for key, item in value.items()}
+    return value

@@ -1,0 +1,286 @@
+"""Programs that use the pieces of a sharded model directly: penalties, averages, edits, state."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+import mics
+from mics.errors import MicsError, SettingsError
+from tests import toys
+from tests.ranks import run_ranks
+from tests.reference import sgd
+from tests.test_user_habits import Run, _assert_same, _loss
+
+Penalty = Callable[[nn.Module], Tensor]
+
+PENALTIES: dict[str, Penalty] = {
+    "squares": lambda model: 1e-2 * sum(p.pow(2).sum() for p in model.parameters()),
+    "magnitudes": lambda model: 1e-2 * sum(p.abs().sum() for p in model.parameters()),
+    "norms": lambda model: 1e-2 * sum(p.norm() for p in model.parameters()),
+    "means": lambda model: sum(p.square().mean() for p in model.parameters()),
+    "one parameter": lambda model: model.blocks[0].gain.sum(),
+    "all at once": lambda model: 1e-2 * mics.norms(model.parameters()).square().sum(),
+    "distance": lambda model: 1e-2 * sum((p - p.detach() * 0.5).square().sum() for p in model.parameters()),
+}
+
+
+def _penalised(run: Run, name: str) -> list[Any]:
+    """A penalty in the loss, over two micro-steps: before the forward in one, after it in the other."""
+    model = run.shard(toys.Chain())
+    optimizer = sgd(model)
+    losses = []
+    for step in range(3):
+        run.backward(lambda rank: PENALTIES[name](model) * (1 + rank) + model(*toys.floats(step, 0, rank)))
+        run.backward(lambda rank: model(*toys.floats(step, 1, rank)) + PENALTIES[name](model))
+        losses.append([p.grad.norm().item() for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*run.state(model), losses]
+
+
+class _Penalised:
+    """The script for one penalty, by name: scripts travel by pickle."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, run: Run) -> list[Any]:
+        return _penalised(run, self.name)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_on_parameters(name: str) -> None:
+    """A penalty on `model.parameters()`, weighted otherwise on each rank: the gradients of one process."""
+    _assert_same(_Penalised(name))
+
+
+def _average_by_lerp(run: Run) -> list[Any]:
+    """An average of the weights in a copy that was made before sharding, frozen, and sharded alike."""
+    model = toys.Chain()
+    average = copy.deepcopy(model).requires_grad_(False)
+    model, average = run.shard(model), run.shard(average)
+    optimizer = sgd(model)
+    for step in range(3):
+        run.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(new, 0.25)
+    with torch.no_grad():
+        value = _loss(average, 9)(0)
+    return [*run.state(model), *run.state(average), value]
+
+
+def _average_by_data(run: Run) -> list[Any]:
+    """The same through `.data`, in a copy that is not frozen."""
+    model = toys.Chain()
+    average = copy.deepcopy(model)
+    model, average = run.shard(model), run.shard(average)
+    optimizer = sgd(model)
+    for step in range(3):
+        run.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data = 0.75 * mean.data + 0.25 * new.data
+    with torch.no_grad():
+        value = _loss(average, 9)(0)
+    return [*run.state(model), *run.state(average), value]
+
+
+def _averaged_model(run: Run) -> list[Any]:
+    """torch's own AveragedModel, made before sharding."""
+    model = toys.Chain()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model = run.shard(model)
+    run.shard(average)
+    optimizer = sgd(model)
+    for step in range(3):
+        run.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    return [*run.state(model), *run.state(average)]
+
+
+def _written_whole(run: Run) -> list[Any]:
+    """Whole values assigned to `.data`, between steps."""
+    model = run.shard(toys.Chain())
+    whole = toys.Chain()
+    optimizer = sgd(model)
+    for step in range(2):
+        for param, value in zip(model.parameters(), whole.parameters(), strict=True):
+            param.data = value.detach() * (step + 1)
+        run.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.state(model)
+
+
+def _clipped_by_torch(run: Run) -> list[Any]:
+    """torch's own clipping, by norm and by value, and a look at the gradients after it."""
+    model = run.shard(toys.Chain())
+    optimizer = sgd(model)
+    norms = []
+    for step in range(3):
+        run.backward(_loss(model, step))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        norms.append(max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*run.state(model), norms]
+
+
+def _best_so_far(run: Run) -> list[Any]:
+    """A copy of the state dict kept aside and loaded again, and the optimizer's."""
+    model = run.shard(toys.Chain())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    best = None
+    for step in range(4):
+        run.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            best = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    assert best is not None
+    model.load_state_dict(best[0])
+    optimizer.load_state_dict(best[1])
+    run.backward(_loss(model, 7))
+    optimizer.step()
+    return run.state(model)
+
+
+def _logged_in_hooks(run: Run) -> list[Any]:
+    """Hooks of the optimizer that read gradients and parameters before and after a step."""
+    model = run.shard(toys.Chain())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    seen: list[float] = []
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            seen.append(param.norm().item())
+            if param.grad is not None:
+                seen.append(param.grad.norm().item())
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    for step in range(2):
+        run.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*run.state(model), seen]
+
+
+SCRIPTS = [
+    _average_by_lerp,
+    _average_by_data,
+    _averaged_model,
+    _written_whole,
+    _clipped_by_torch,
+    _best_so_far,
+    _logged_in_hooks,
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[s.__name__.strip("_") for s in SCRIPTS])
+def test_programs_with_pieces(script: Callable[[Run], list[Any]]) -> None:
+    """See the script's docstring; sharded three ways, each ends where plain training ends."""
+    _assert_same(script)
+
+
+def _refusals() -> None:
+    """Everything here would be one rank's numbers, and is refused with the way out."""
+    torch.manual_seed(dist.get_rank())
+    model = mics.shard(toys.Chain(), partition_size=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(*toys.floats(0, 0, dist.get_rank())).backward()
+    optimizer.step()
+    state = model.state_dict()
+    weight = next(p for p in model.parameters() if p.dim() == 2)
+    saves: list[Callable[[], Any]] = [
+        lambda: torch.save(state, io.BytesIO()),
+        lambda: torch.save(optimizer.state_dict(), io.BytesIO()),
+        lambda: torch.save(list(model.parameters()), io.BytesIO()),
+        lambda: safetensors.torch.save(dict(state)),
+        lambda: safetensors.torch.save({k: v.clone().contiguous() for k, v in state.items()}),
+    ]
+    for save in saves:
+        with pytest.raises(MicsError, match=r"mics\.save|full_state_dict"):
+            save()
+    for init in ("xavier_uniform_", "orthogonal_", "kaiming_normal_", "trunc_normal_", "normal_", "uniform_"):
+        with pytest.raises(MicsError, match=r"summon_full_params\(model, write=True\)"):
+            getattr(nn.init, init)(weight)
+    with pytest.raises(MicsError, match="backward"):
+        torch.autograd.grad(model(*toys.floats(0, 0, 0)), list(model.parameters()))
+    with pytest.raises(SettingsError, match="AdamW"):
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).state_dict())
+    with pytest.raises(SettingsError, match="groups"):
+        groups = [{"params": [p]} for p in model.parameters()]
+        optimizer.load_state_dict(torch.optim.AdamW(groups).state_dict())
+    with pytest.raises(SettingsError, match="whole tensor"):
+        model.load_state_dict({name: value.to_local() for name, value in state.items()})
+    assert "of" in repr(weight) and "ShardParameter" in repr(weight)
+
+
+def test_what_one_rank_cannot_answer_is_refused() -> None:
+    """Saving pieces, initialising them, differentiating by them, state of another optimizer."""
+    run_ranks(4, _refusals)
+
+
+def _initialised() -> dict[str, Tensor]:
+    """Initialisers inside the context, with another seed on each rank."""
+    torch.manual_seed(17 + dist.get_rank())
+    model = mics.shard(toys.Chain(), partition_size=2)
+    with mics.summon_full_params(model, write=True):
+        for param in model.parameters():
+            if param.dim() == 2:
+                nn.init.orthogonal_(param)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                nn.init.constant_(param, 0.5)
+    mics.audit(model)
+    return mics.full_state_dict(model, rank0_only=False)
+
+
+def test_initialisers_in_the_context_of_whole_parameters() -> None:
+    """All ranks get what rank 0 drew: orthogonal matrices, equal on all; constants need no context."""
+    states = run_ranks(4, _initialised)
+    for state in states[1:]:
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+    for name, _ in toys.Chain().named_parameters():
+        value = states[0][name]
+        if value.dim() == 2:
+            gram = value @ value.T if value.shape[0] <= value.shape[1] else value.T @ value
+            torch.testing.assert_close(gram, torch.eye(len(gram)), atol=1e-5, rtol=1e-5)
+        if value.dim() == 1:
+            assert (value == 0.5).all()
+
+
+def _counts() -> tuple[int, int, int]:
+    model = mics.shard(toys.Chain(), partition_size=2)
+    return (
+        mics.num_parameters(model),
+        sum(p.numel() for p in model.parameters()),
+        sum(p.to_local().numel() for p in model.parameters()),
+    )
+
+
+def test_counting_parameters() -> None:
+    """`numel()` and `mics.num_parameters` count the whole model; the pieces of all ranks make it up."""
+    expected = sum(p.numel() for p in toys.Chain().parameters())
+    found = run_ranks(4, _counts)
+    assert {(whole, by_numel) for whole, by_numel, _ in found} == {(expected, expected)}
+    assert sum(local for _, _, local in found) == expected
