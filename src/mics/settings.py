@@ -84,9 +84,7 @@ def check_settings(
             "build it with "
             "sparse=False"
         )
-    sharded = (
-        isinstance(module._parameters, ParameterTable) or is_sharded(module) for module in model.modules()
-    )
+    sharded = (ParameterTable.holds_units(module) or is_sharded(module) for module in model.modules())
     names = (name for name, _ in model.named_modules())
     inside = next((name for name, is_inside in zip(names, sharded, strict=True) if is_inside), None)
     if inside is not None:
