@@ -25,7 +25,7 @@ from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
 from mics.engine import Engine, Members, attach_engine, engines_of
 from mics.errors import SettingsError
-from mics.materialize import drop_originals, fill_unit, initial_values, place_buffers
+from mics.materialize import as_it_was, drop_originals, fill_unit, initial_values, place_buffers
 from mics.optimizer_hooks import register_params
 from mics.plans import Prefetch
 from mics.precision import Precision
@@ -172,7 +172,7 @@ def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Clip the gradients of the whole model to ``max_norm`` and return their norm before, on the device.
 
-    One fused computation, one all-reduce, no waiting on the host. Parts that were sharded later have one each.
+    One fused computation, one all-reduce, no waiting on the host; one more for each part that was sharded later.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise SettingsError(f"clip_grad_norm_: expected max_norm >= 0, found {max_norm!r}")
@@ -256,7 +256,7 @@ def _build(
         piece=topology.piece(world.rank),
         masters_over_replicas=settings.optimizer_sharding == "world",
     )
-    with torch.no_grad():
+    with torch.no_grad(), as_it_was(model):
         place_buffers(model, settings.device, mesh.world)
         scheduled, gradient_memory = _build_sites(model, settings, topology, share, mesh)
     all_units = list(dict.fromkeys(unit for site in scheduled for unit in site.units))
