@@ -23,8 +23,10 @@ from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.emulated import emulated_cluster
 from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
-from mics.engine import Engine, Members, attach_engine, engines_of
+from mics.conversions import refuse_conversions, refuse_tracing
+from mics.engine import Engine, Members, attach_engine, engine_of, engines_of
 from mics.errors import SettingsError
+from mics.forward_methods import follow_method, follow_usual_methods
 from mics.materialize import as_it_was, drop_originals, fill_unit, initial_values, place_buffers
 from mics.optimizer_hooks import register_params
 from mics.plans import Prefetch
@@ -172,7 +174,7 @@ def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Clip the gradients of the whole model to ``max_norm`` and return their norm before, on the device.
 
-    One fused computation, one all-reduce, no waiting on the host; one more for each part that was sharded later.
+    One fused computation, one all-reduce, no waiting on the host; once more for each part sharded later.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise SettingsError(f"clip_grad_norm_: expected max_norm >= 0, found {max_norm!r}")
@@ -189,6 +191,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
         for boundary in boundaries:
             boundary.clip_to(float(max_norm), total)
     return total
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Let a method other than ``forward`` compute with the parameters of a sharded model.
+
+    ``name`` is that of a method of ``model``, or a path to one of a submodule ("encoder.embed"). Only calls
+    of modules gather parameters by themselves; this one then does too, and its results may be part of a loss.
+    Methods with usual names (``forward_features``, ``encode_image``, ``decode``, ``loss``...) are found by
+    ``mics.shard``. A method that only calls the model itself (``generate`` of most models) needs nothing.
+    """
+    follow_method(engine_of(model).schedule, model, name)
 
 
 def nonfinite_units(model: nn.Module) -> list[str]:
@@ -296,6 +309,7 @@ def _build(
         offloader, saved_inputs = applied.offloader, applied.inputs
 
     def before_forward() -> None:
+        refuse_tracing()
         members.check()
         boundary.before_forward()
         if offloader is not None:
@@ -331,6 +345,8 @@ def _build(
         recomputed=frozenset(itertools.compress(settings.blocks, settings.recomputed)),
     )
     attach_engine(model, engine)
+    refuse_conversions(model)
+    follow_usual_methods(schedule)
     members.check()
     return model
 

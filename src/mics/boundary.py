@@ -16,6 +16,7 @@ from mics.audit import ReplicaAudit
 from mics.comm.lanes import DONE
 from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
+from mics.errors import MicsError
 from mics.gradients import GradientOwner, ShardGrad
 from mics.planner.memory import QUICK_SHARE, TINY_SHARE
 from mics.plans import Prefetch
@@ -314,6 +315,11 @@ class Boundary:
 
     def before_step(self, members: Sequence[tuple[Unit, int]]) -> None:
         """Show the optimizer plain gradients; none for parameters that no rank used."""
+        if self._schedule is not None and self._schedule.suspended:
+            raise MicsError(
+                "optimizer.step() inside mics.summon_full_params: expected no step there, found one, whose "
+                "new values would be overwritten or not be seen; leave the context first"
+            )
         self.guard_again()
         self.synchronize()
         for unit in {id(unit): unit for unit, _ in members}.values():

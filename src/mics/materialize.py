@@ -22,7 +22,7 @@ from mics.unit import Unit
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """If what is inside fails while all parameters still have their values, leave the modules as they were."""
+    """Leave the modules as they were if what is inside fails while all parameters have their values."""
     sizes = [(param, param.numel()) for param in model.parameters()]
     before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     try:

@@ -50,7 +50,7 @@ def _check_param(name: str, param: nn.Parameter) -> None:
 
 def _what_is_odd(param: nn.Parameter) -> tuple[str, str] | None:
     """What kind of parameter it is, and what to do about it."""
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if isinstance(param, nn.parameter.UninitializedParameter):
         return (
             "one without a shape",
             "run a forward, which gives lazy modules their shapes, before mics.shard()",
@@ -87,9 +87,9 @@ def _check_memory(model: nn.Module) -> None:
         for (first, one), (second, other) in _overlapping(sharing):
             if id(one) in params or id(other) in params:
                 raise SettingsError(
-                    f"mics.shard: expected parameters with memory of their own, found {first!r} and {second!r} "
-                    "in the same memory, which would be two different tensors afterwards; tie them by one "
-                    "nn.Parameter that both modules hold, or clone() one"
+                    f"mics.shard: expected parameters with memory of their own, found {first!r} and "
+                    f"{second!r} in the same memory, which would be two different tensors afterwards; tie "
+                    "them by one nn.Parameter that both modules hold, or clone() one"
                 )
 
 

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from mics.arena import Arena
-from mics.errors import UNCOPYABLE, MicsError
+from mics.errors import UNCOPYABLE, UNTRACEABLE, MicsError
 from mics.plans import Batch, Plans
 from mics.scheduled_site import (
     Call,
@@ -94,7 +94,8 @@ class Schedule:
     def _hook(self, site: ScheduledSite) -> Iterator[RemovableHandle]:
         # Compiled modules call these as they are: tracing them would find memory that comes and goes.
         before, after = (
-            torch.compiler.disable(partial(hook, site)) for hook in (self._pre_forward, self._post_forward)
+            torch.compiler.disable(partial(hook, site), reason=UNTRACEABLE)
+            for hook in (self.pre_forward, self.post_forward)
         )
         yield site.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # always_call: a forward that raises (also the early stop of a checkpoint's recomputation) still ends.
@@ -103,7 +104,7 @@ class Schedule:
         # What these refer to says why it cannot be copied, but pickle would fail over the hooks before that.
         site.module.__dict__["__reduce_ex__"] = self.__reduce_ex__
 
-    def _pre_forward(
+    def pre_forward(
         self, site: ScheduledSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.suspended:
@@ -132,7 +133,7 @@ class Schedule:
             self._shared_inputs.enter(forward)
         return None if site.cast_to is None else (args, kwargs)
 
-    def _post_forward(
+    def post_forward(
         self,
         site: ScheduledSite,
         module: nn.Module,
