@@ -52,8 +52,8 @@ def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
                 f"{name}: expected parameters to stay as they are ({dtype} on {device}), found them replaced "
                 f"by {found.dtype} on {found.device}, while the ranks hold parts of them in memory that "
                 "collectives use; convert or move the model before mics.shard(), choose formats by "
-                "mics.shard(model, precision=mics.Precision(...)), or load mics.full_state_dict(model) into a "
-                "plain model and convert that one"
+                "mics.shard(model, precision=mics.Precision(...)), or load mics.full_state_dict(model) into "
+                "a plain model and convert that one"
             )
 
 

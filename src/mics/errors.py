@@ -34,8 +34,8 @@ UNCOPYABLE = (
 
 
 UNTRACEABLE = (
-    "parameters of a model that mics.shard() has sharded are only there while it computes; to export it, build "
-    "the plain model again, load mics.full_state_dict(model) into it and export that one"
+    "parameters of a model that mics.shard() has sharded are only there while it computes; to export it, "
+    "build the plain model again, load mics.full_state_dict(model) into it and export that one"
 )
 
 
