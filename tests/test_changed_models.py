@@ -156,7 +156,9 @@ CHANGES_TO_MODELS: dict[str, Callable[[Tower], Any]] = {
     "other": lambda model: setattr(model, "other", model.scale),
     "head.0.bias": lambda model: delattr(model.head[0], "bias"),
     "blocks.2.up.bias": lambda model: setattr(model.blocks[2].up, "bias", None),
-    "blocks.0.down.parametrizations": lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].down),
+    "blocks.0.down.parametrizations": lambda model: nn.utils.parametrizations.weight_norm(
+        model.blocks[0].down
+    ),
 }
 
 

@@ -44,7 +44,10 @@ class Vision(nn.Module):
     def similarity(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         """A name that says nothing."""
         features, other = self.encode_image(x), F.linear(target, self.head.weight)
-        return {"loss": -F.cosine_similarity(features * self.temperature, other).mean(), "weight": self.position}
+        return {
+            "loss": -F.cosine_similarity(features * self.temperature, other).mean(),
+            "weight": self.position,
+        }
 
     def encode_image(self, x: Tensor) -> Tensor:
         return self.head(self.forward_features(x))
@@ -94,7 +97,7 @@ class _Kept:
 
 
 def _hooks(run: Run) -> list[Any]:
-    """The loss is what hooks kept, of inner layers or a unit, from before sharding or after it, alone or not."""
+    """The loss is what hooks kept, of inner layers or a unit, from before sharding or after, alone or not."""
     found: list[Any] = []
     for where in ("inner", "unit"):
         model = Vision()
