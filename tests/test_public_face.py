@@ -14,7 +14,8 @@ def test_exports() -> None:
         "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "ReplicaError", "Saving",
         "SettingsError", "Traffic", "allow_optimizer", "audit", "clip_grad_norm_", "emulate",
         "full_gradients", "full_optimizer_state_dict", "full_state_dict", "load",
-        "load_full_state_dict", "memory", "microsteps", "nonfinite_units", "save", "shard",
+        "load_full_state_dict", "memory", "microsteps", "nonfinite_units",
+        "register_forward_method", "save", "shard",
         "summon", "traffic",
     ]  # fmt: skip
     assert all(hasattr(mics, name) for name in mics.__all__)

@@ -3,7 +3,15 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from mics.activations import Activations
-from mics.api import audit, clip_grad_norm_, microsteps, nonfinite_units, shard, traffic
+from mics.api import (
+    audit,
+    clip_grad_norm_,
+    microsteps,
+    nonfinite_units,
+    register_forward_method,
+    shard,
+    traffic,
+)
 from mics.audit import AuditReport
 from mics.checkpoint import Saving, load, save
 from mics.comm import Traffic
@@ -60,6 +68,7 @@ __all__ = [
     "nonfinite_units",
     "norms",
     "num_parameters",
+    "register_forward_method",
     "save",
     "shard",
     "summon",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -22,10 +23,12 @@ from mics.comm import Traffic, TrafficCounter, World, join_world
 from mics.comm.emulated import emulated_cluster
 from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
-from mics.engine import Engine, attach_engine, engine_of
+from mics.conversions import refuse_conversions, refuse_tracing
+from mics.engine import Engine, Members, attach_engine, engine_of, engines_of
 from mics.errors import SettingsError
+from mics.forward_methods import follow_method, follow_usual_methods
 from mics.guard import ShardOwner
-from mics.materialize import drop_originals, fill_unit, initial_values, place_buffers
+from mics.materialize import as_it_was, drop_originals, fill_unit, initial_values, place_buffers
 from mics.optimizer_hooks import register_params
 from mics.plans import Prefetch
 from mics.precision import Precision
@@ -143,8 +146,7 @@ def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
 
     Hop 2 then runs unit by unit within the last backward instead of when the gradients are first needed.
     """
-    engine = engine_of(model)
-    boundary, schedule = engine.boundary, engine.schedule
+    engines = engines_of(model)
     try:
         iterator = iter(batches)
     except TypeError as error:
@@ -157,20 +159,23 @@ def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
         return
     try:
         for following in iterator:
-            schedule.more_to_come = True
+            for engine in engines:
+                engine.schedule.more_to_come = True
             yield upcoming
             upcoming = following
-        schedule.more_to_come = False
-        boundary.announced = True
+        for engine in engines:
+            engine.schedule.more_to_come = False
+            engine.boundary.announced = True
         yield upcoming
     finally:
-        boundary.announced = schedule.more_to_come = False
+        for engine in engines:
+            engine.boundary.announced = engine.schedule.more_to_come = False
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Clip the gradients of the whole model to ``max_norm`` and return their norm before, on the device.
 
-    One fused computation, one all-reduce, no waiting on the host.
+    One fused computation, one all-reduce, no waiting on the host; once more for each part sharded later.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise SettingsError(f"clip_grad_norm_: expected max_norm >= 0, found {max_norm!r}")
@@ -181,7 +186,23 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
     if not exponent > 0:
         raise SettingsError(f"clip_grad_norm_: expected norm_type > 0 (or inf), found {norm_type!r}")
     with torch.no_grad():
-        return engine_of(model).boundary.clip_grad_norm_(float(max_norm), exponent)
+        boundaries = [engine.boundary for engine in engines_of(model)]
+        norms = [boundary.gradient_norm(exponent) for boundary in boundaries]
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), exponent)
+        for boundary in boundaries:
+            boundary.clip_to(float(max_norm), total)
+    return total
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Let a method other than ``forward`` compute with the parameters of a sharded model.
+
+    ``name`` is that of a method of ``model``, or a path to one of a submodule ("encoder.embed"). Only calls
+    of modules gather parameters by themselves; this one then does too, and its results may be part of a loss.
+    Methods with usual names (``forward_features``, ``encode_image``, ``decode``, ``loss``...) are found by
+    ``mics.shard``. A method that only calls the model itself (``generate`` of most models) needs nothing.
+    """
+    follow_method(engine_of(model).schedule, model, name)
 
 
 def nonfinite_units(model: nn.Module) -> list[str]:
@@ -193,7 +214,7 @@ def nonfinite_units(model: nn.Module) -> list[str]:
     All ranks must call it. One small all-reduce, and the host waits for the answer.
     """
     with torch.no_grad():
-        return engine_of(model).boundary.nonfinite_units()
+        return [name for engine in engines_of(model) for name in engine.boundary.nonfinite_units()]
 
 
 def audit(model: nn.Module) -> AuditReport:
@@ -205,14 +226,24 @@ def audit(model: nn.Module) -> AuditReport:
 
     All ranks must call it, between optimizer steps. Three small collectives; the host waits for the answer.
     """
-    return engine_of(model).boundary.audit.now()
+    first, *rest = [engine.boundary.audit.now() for engine in engines_of(model)]
+    return replace(
+        first,
+        num_units=first.num_units + sum(report.num_units for report in rest),
+        nbytes=first.nbytes + sum(report.nbytes for report in rest),
+    )
 
 
 def traffic(model: nn.Module) -> Traffic:
     """Collectives joined and bytes sent by this rank since the model was sharded."""
-    engine = engine_of(model)
-    engine.mesh.lanes.drain()  # what is under way counts
-    return engine.traffic.snapshot()
+    engines = engines_of(model)
+    for engine in engines:
+        engine.mesh.lanes.drain()  # what is under way counts
+    calls, nbytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for found in [engine.traffic.snapshot() for engine in engines]:
+        calls.update(found.calls)
+        nbytes.update(found.nbytes)
+    return Traffic(calls=dict(calls), nbytes=dict(nbytes))
 
 
 # -- building ---------------------------------------------------------------------------------------
@@ -240,7 +271,7 @@ def _build(
         masters_over_replicas=settings.optimizer_sharding == "world",
     )
     owner = ShardOwner(world=mesh.world)
-    with torch.no_grad():
+    with torch.no_grad(), as_it_was(model):
         place_buffers(model, settings.device, mesh.world)
         scheduled, gradient_memory = _build_sites(model, settings, topology, share, mesh, owner)
     all_units = list(dict.fromkeys(unit for site in scheduled for unit in site.units))
@@ -281,6 +312,8 @@ def _build(
         offloader, saved_inputs = applied.offloader, applied.inputs
 
     def before_forward() -> None:
+        refuse_tracing()
+        members.check()
         boundary.before_forward()
         if offloader is not None:
             offloader.begin()
@@ -294,6 +327,7 @@ def _build(
         plans=choices.plans(),
         has_arena=not settings.lean,
     )
+    members = Members(model, schedule, on_change=synchronize_buffers.look_again)
     boundary.follow(schedule)
     register_params(boundary)
     for module in model.modules():
@@ -306,6 +340,7 @@ def _build(
         units=all_units,
         schedule=schedule,
         boundary=boundary,
+        members=members,
         traffic=counter,
         device=settings.device,
         offloader=offloader,
@@ -313,6 +348,9 @@ def _build(
         recomputed=frozenset(itertools.compress(settings.blocks, settings.recomputed)),
     )
     attach_engine(model, engine)
+    refuse_conversions(model)
+    follow_usual_methods(schedule)
+    members.check()
     return model
 
 

@@ -182,18 +182,21 @@ class Boundary:
         self._agreement.settle()
         return self._agreement.used(unit, index)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; the norm before, on the device."""
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients, on the device."""
         self.synchronize()
-        units = self._units_with_gradients()
-        total = self._total_norm(units, norm_type)
+        return self._total_norm(self._units_with_gradients(), norm_type)
+
+    def clip_to(self, max_norm: float, total: Tensor) -> None:
+        """Scale all gradients so that a norm of ``total`` becomes at most ``max_norm``."""
+        assert self._clipped is not None, "the norm comes first"
+        units, _ = self._clipped
         # As torch's own clipping: no comparison on the host, a factor of at most one on the device.
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if units:
             torch._foreach_mul_(
                 [unit.gradients.step_gradient() for unit in units], factor.to(units[0].spec.grad_dtype)
             )
-        return total
 
     def nonfinite_units(self) -> list[str]:
         """Labels of the units whose gradient is not finite on some rank. All ranks must call it."""
@@ -348,6 +351,11 @@ class Boundary:
 
     def before_step(self, members: Sequence[tuple[Unit, int]]) -> None:
         """Show the optimizer plain gradients; none for parameters that no rank used."""
+        if self._schedule is not None and self._schedule.suspended:
+            raise MicsError(
+                "optimizer.step() inside mics.summon_full_params: expected no step there, found one, whose "
+                "new values would be overwritten or not be seen; leave the context first"
+            )
         self.guard_again()
         self.synchronize()
         for unit in {id(unit): unit for unit, _ in members}.values():

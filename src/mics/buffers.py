@@ -18,12 +18,19 @@ class BufferSync:
 
     def __init__(self, model: nn.Module, world: Collectives) -> None:
         self._world = world
-        self._modules = [module for module in model.modules() if module._buffers]
-        self._norms = [module for module in self._modules if keeps_statistics(module)]
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._norms: list[nn.Module] = []
         # Tensors themselves, not their ids: an id may come back on some ranks only.
         self._seen: dict[int, list[tuple[Tensor, int]]] = {}
         self._trained: set[int] = set()  # norms that the latest forward wrote to
+        self.look_again()
         self._mark()
+
+    def look_again(self) -> None:
+        """Modules were put into the model, or taken out."""
+        self._modules = [module for module in self._model.modules() if module._buffers]
+        self._norms = [module for module in self._modules if keeps_statistics(module)]
 
     def __call__(self) -> None:
         if self._world.size == 1 or not self._modules:
@@ -31,7 +38,7 @@ class BufferSync:
         written = [
             module
             for module in self._modules
-            if id(module) in self._trained or not _unchanged(module, self._seen[id(module)])
+            if id(module) in self._trained or not _unchanged(module, self._seen.get(id(module), []))
         ]
         if written:
             broadcast_together([buffer for module in written for buffer in _to_write(module)], self._world)

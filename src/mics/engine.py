@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,13 @@ import torch.nn as nn
 from mics.boundary import Boundary
 from mics.comm import TrafficCounter, World
 from mics.comm.world import MeshCollectives
-from mics.errors import SettingsError
+from mics.errors import MicsError, SettingsError
 from mics.offload import Offloader
 from mics.saved import SavedInputs
 from mics.schedule import Schedule
+from mics.structure import CHANGES, watch_modules
 from mics.topology import Topology
-from mics.unit import Unit
+from mics.unit import ParameterTable, Unit
 
 # The model owns its engine: a table from models to engines would keep both alive for ever.
 _ATTRIBUTE = "_mics_engine"
@@ -31,11 +33,84 @@ class Engine:
     units: list[Unit]
     schedule: Schedule
     boundary: Boundary
+    members: Members
     traffic: TrafficCounter
     device: torch.device
     offloader: Offloader | None = None
     saved_inputs: SavedInputs | None = None
     recomputed: frozenset[nn.Module] = frozenset()  # in the backward
+
+
+class Members:
+    """What the model consists of now: parameters that were sharded with it, or in parts of it since.
+
+    Others would be trained by each rank alone. Modules that were taken out of the model are gone: they have
+    no gradients and cannot be called, until they are put back.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule, *, on_change: Callable[[], None]) -> None:
+        self.parts: list[Engine] = []  # sharded on their own, and put into the model
+        self._model = model
+        self._schedule = schedule
+        self._on_change = on_change
+        self._seen = -1  # changes
+
+    def check(self) -> None:
+        """Raise if the model has parameters that are not sharded. One comparison while nobody changes it."""
+        if self._seen != CHANGES.count and not self._schedule.suspended:
+            self._look_again()
+
+    def units(self) -> list[Unit]:
+        """All units of the model, with those of its parts."""
+        self.check()
+        return [*self._schedule.units, *(unit for part in self.parts for unit in part.units)]
+
+    def _look_again(self) -> None:
+        watch_modules(self._model)
+        modules = dict(self._model.named_modules())
+        engines = [module.__dict__[_ATTRIBUTE] for module in modules.values() if is_sharded(module)]
+        self.parts = [engine for engine in engines if engine.members is not self]
+        tables = {name: ParameterTable.of(module) for name, module in modules.items()}
+        self._refuse_strangers(tables)
+        self._let_go(set(modules.values()), {id(table) for table in tables.values()})
+        self._schedule.user_hooks.follow(modules.values())
+        self._on_change()
+        self._seen = CHANGES.count
+
+    def _refuse_strangers(self, tables: Mapping[str, ParameterTable]) -> None:
+        units = {*self._schedule.units, *(unit for part in self.parts for unit in part.units)}
+        ours = {id(param) for unit in units for param in (*unit.shards, *unit.full)}
+        strange, lost = [], []
+        for module, table in tables.items():
+            prefix = f"{module}." if module else ""
+            for attribute, param in table.items():
+                known = table.units.get(attribute) in units and id(param) in ours
+                strange += [] if known or param is None else [prefix + attribute]
+            gone = [attribute for attribute in table.units if dict.get(table, attribute) is None]
+            lost += [prefix + attribute for attribute in gone]
+        if strange:
+            raise MicsError(
+                f"{_listed(strange)}: expected the parameters that mics.shard() has sharded, found new ones, "
+                "which each rank would train alone; change the model before mics.shard(), or call it again "
+                "on the new part, for example mics.shard(model.head)"
+            )
+        if lost:
+            raise MicsError(
+                f"{_listed(lost)}: expected the parameters that mics.shard() has sharded, found them deleted "
+                "from their module; change the model before mics.shard(), or delete the whole module"
+            )
+
+    def _let_go(self, modules: set[nn.Module], tables: set[int]) -> None:
+        for site in self._schedule.sites:
+            site.is_removed = site.module not in modules
+            site.look_again()
+        for unit in self._schedule.units:
+            for shard in unit.shards_outside(tables):
+                shard.grad = None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 def attach_engine(model: nn.Module, engine: Engine) -> None:
@@ -58,3 +133,15 @@ def engine_of(model: nn.Module) -> Engine:
         )
     engine: Engine = model.__dict__[_ATTRIBUTE]
     return engine
+
+
+def engines_of(model: nn.Module) -> list[Engine]:
+    """The engine of a sharded model, and those of parts that were put into it and sharded later."""
+    engine = engine_of(model)
+    engine.members.check()
+    return [engine, *engine.members.parts]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of a sharded model with all its parts."""
+    return engine_of(model).members.units()

@@ -33,6 +33,12 @@ UNCOPYABLE = (
 )
 
 
+UNTRACEABLE = (
+    "parameters of a model that mics.shard() has sharded are only there while it computes; to export it, "
+    "build the plain model again, load mics.full_state_dict(model) into it and export that one"
+)
+
+
 class CollectiveError(MicsError):
     """A collective failed: a rank died, the network was cut, or the timeout passed."""
 

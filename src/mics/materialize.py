@@ -7,6 +7,7 @@ with the initialisers the modules carry, so that no rank ever holds the whole mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -17,6 +18,21 @@ from mics.buffers import broadcast_together
 from mics.comm import Collectives
 from mics.errors import SettingsError
 from mics.unit import Unit
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Leave the modules as they were if what is inside fails while all parameters have their values."""
+    sizes = [(param, param.numel()) for param in model.parameters()]
+    before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    except Exception:
+        if all(param.numel() == numel for param, numel in sizes):
+            for module, attributes, params, buffers in before:
+                module.__dict__.clear()
+                module.__dict__.update(attributes, _parameters=params, _buffers=buffers)
+        raise
 
 
 def place_buffers(model: nn.Module, device: torch.device, world: Collectives) -> None:

@@ -38,6 +38,8 @@ _REFUSED = {
     "LBFGS": "it needs inner products over all parameters",
     "SparseAdam": "it needs sparse gradients, and shards are dense",
 }
+# Endings of names, in lower case: of torchao's, and of what all of bitsandbytes' come from.
+_QUANTIZED = ("8bit", "4bit", "fp8")
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +270,7 @@ def _alive(members: _Members) -> dict[Boundary, list[tuple[Unit, int]]]:
 
 def _check_elementwise(optimizer: Optimizer) -> None:
     kind = type(optimizer)
-    reason = next((_REFUSED[base.__name__] for base in kind.__mro__ if base.__name__ in _REFUSED), None)
+    reason = next(filter(None, map(_why_not, kind.__mro__)), None)
     # A subclass is known only as far as it steps like the class it comes from.
     known = [base for base in kind.__mro__ if base in _ELEMENTWISE]
     if reason is None and any(unwrap(kind.step) is unwrap(base.step) for base in known):
@@ -284,6 +286,13 @@ def _check_elementwise(optimizer: Optimizer) -> None:
         "know; if it is "
         f"elementwise, say so once with mics.allow_optimizer({kind.__name__})"
     )
+
+
+def _why_not(base: type) -> str | None:
+    """Why an optimizer of this class is refused, whatever anybody says of it."""
+    if base.__name__.lower().endswith(_QUANTIZED):
+        return "it keeps its state in blocks of a few bits, which are not those of a shard"
+    return _REFUSED.get(base.__name__)
 
 
 _hooks_installed = False

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from mics.arena import Arena
-from mics.errors import UNCOPYABLE, MicsError
+from mics.errors import UNCOPYABLE, UNTRACEABLE, MicsError
 from mics.plans import Batch, Plans
 from mics.scheduled_site import (
     Call,
@@ -34,6 +34,7 @@ from mics.scheduled_site import (
 from mics.tensor_hooks import hook_first, hooks_of
 from mics.tensor_trees import cast_floats, num_rows, tensors_in
 from mics.unit import Unit, send_for
+from mics.user_hooks import UserHooks
 
 # Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
 _DIGEST_MODULUS = 1 << 24
@@ -61,10 +62,10 @@ class Schedule:
         self.suspended = False  # while parameters are summoned
         self.more_to_come = False  # another micro-step follows with these parameters
         self.digest = 0  # of all gathers and reductions since the last boundary
-        self._units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
-        self.arena = Arena(self._units if has_arena else [])
+        self.units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
+        self.arena = Arena(self.units if has_arena else [])
         self._counts_rows = not has_arena  # with more of them, more memory is lent
-        self._by_index = {unit.spec.index: unit for unit in self._units}
+        self._by_index = {unit.spec.index: unit for unit in self.units}
         self._reduce_unit = reduce
         self._before_root = before_root
         self._on_gather = on_gather
@@ -80,9 +81,10 @@ class Schedule:
                 self._sites_of.setdefault(unit.spec.index, []).append(site)
         self._shared_inputs = SharedInputs()
         self._on_demand: dict[int, Unit] = {}  # units whose parameters are read without calling their module
-        for unit in self._units:
+        for unit in self.units:
             unit.on_access = self._accessed
         self._hooks = [handle for site in self.sites for handle in self._hook(site)]
+        self.user_hooks = UserHooks(self._watch_hooked)
 
     def __reduce__(self) -> Any:
         raise MicsError(UNCOPYABLE)
@@ -92,21 +94,23 @@ class Schedule:
     def _hook(self, site: ScheduledSite) -> Iterator[RemovableHandle]:
         # Compiled modules call these as they are: tracing them would find memory that comes and goes.
         before, after = (
-            torch.compiler.disable(partial(hook, site)) for hook in (self._pre_forward, self._post_forward)
+            torch.compiler.disable(partial(hook, site), reason=UNTRACEABLE)
+            for hook in (self.pre_forward, self.post_forward)
         )
         yield site.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # always_call: a forward that raises (also the early stop of a checkpoint's recomputation) still ends.
         yield site.module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        UserHooks.skip(before, after)
         # What these refer to says why it cannot be copied, but pickle would fail over the hooks before that.
         site.module.__dict__["__reduce_ex__"] = self.__reduce_ex__
 
-    def _pre_forward(
+    def pre_forward(
         self, site: ScheduledSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.suspended:
             if torch.is_grad_enabled():
                 raise MicsError(
-                    f"forward of {site.name or 'the model'!r} inside mics.summon: expected "
+                    f"forward of {site.label!r} inside mics.summon: expected "
                     "torch.no_grad(), found "
                     "gradients enabled; gradients of summoned parameters would be lost, leave the "
                     "context first"
@@ -114,6 +118,8 @@ class Schedule:
             return None
         if self._depth == 0:
             self._begin_forward()
+        if site.is_removed:
+            site.refuse_call()
         self._depth += 1
         site.depth += 1
         site.forwards.append(None)
@@ -127,7 +133,7 @@ class Schedule:
             self._shared_inputs.enter(forward)
         return None if site.cast_to is None else (args, kwargs)
 
-    def _post_forward(
+    def post_forward(
         self,
         site: ScheduledSite,
         module: nn.Module,
@@ -180,7 +186,7 @@ class Schedule:
         # only some ranks do. Between micro-steps values stay.
         has_turned, self._has_turned = self._has_turned, False
         first = self.plans.first_units() if has_turned or not self.edits_show else frozenset()
-        for unit in self._units:
+        for unit in self.units:
             if unit.is_arriving and unit.spec.index not in first and not (has_turned and self._stays(unit)):
                 unit.release()
 
@@ -212,7 +218,7 @@ class Schedule:
                 tensor.register_hook(partial(self._leave, site, call))
                 self._release_first(site, call, tensor)
         before = {key: tensor.grad_fn for key, tensor in watched.items()}
-        return Forward(call, before, self._shared_inputs.read(watched))
+        return Forward(site, call, before, self._shared_inputs.read(watched))
 
     def _release_first(self, site: ScheduledSite, call: Call, tensor: Tensor) -> None:
         """When ``tensor`` has its gradient, release units of ``site`` before its maker's backward begins.
@@ -256,15 +262,22 @@ class Schedule:
     def _watch_outputs(self, site: ScheduledSite, forward: Forward, output: Any) -> bool:
         """Have autograd call back before it needs this forward's parameters."""
         watched = {id(tensor): tensor for tensor in tensors_in(output) if tensor.requires_grad}
-        for key, tensor in watched.items():
-            # An input handed through belongs to whoever made it (an in-place change makes it ours).
-            if key in forward.inputs and forward.inputs[key] is tensor.grad_fn:
-                continue
-            tensor.register_hook(partial(self._enter, site, forward.call))
+        for tensor in watched.values():
+            if not forward.hands_through(tensor):
+                tensor.register_hook(partial(self._enter, site, forward.call))
         site.num_waiting += bool(watched)
         if watched and forward.call.needs_params and not self.in_backward:
             self._shared_inputs.expect_backward(site, forward)
         return bool(watched)
+
+    def _watch_hooked(self, values: Any) -> None:
+        """Watch what a hook of the user's sees: it may keep it, and make a loss of it alone."""
+        seen = {id(t): t for t in tensors_in(values) if t.requires_grad and not t.is_leaf}
+        for tensor in seen.values() if not self.suspended else ():
+            # Backward may begin inside of all of them, and never see their outputs.
+            for forward in self._shared_inputs.under_way:
+                if not forward.hands_through(tensor):
+                    tensor.register_hook(partial(self._enter, forward.site, forward.call))
 
     def _enter(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
         """A gradient has reached an output of ``call``: its backward begins."""
@@ -278,19 +291,7 @@ class Schedule:
                 "of gradients, which mics cannot follow; compute that term without the sharded "
                 "model's parameters"
             )
-        if call.values != site.values():
-            raise MicsError(
-                f"backward through {site.name or 'the model'!r}: expected the parameters of its "
-                "forward, found them "
-                "changed by an optimizer step or an edit since; run backward before the step, or "
-                "forward again"
-            )
-        if call.num_planned != self.arena.num_planned and call.needs_params:
-            raise MicsError(
-                f"backward through {site.name or 'the model'!r}: expected a forward of since the units "
-                "were given their places in memory (after the first optimizer steps, and when the order of "
-                "modules changes), found an older one; run forward again"
-            )
+        call.check(site, self.arena.num_planned)
         if call.live_in != self._num_backwards:
             call.live_in = self._num_backwards
             site.num_live += 1
@@ -320,7 +321,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Reduce and release whatever backward has not been seen to leave."""
-        for unit in self._units:
+        for unit in self.units:
             reached = unit.gathered or any(site.reached for site in self._sites_of[unit.spec.index])
             if unit.gradients.on_full() and not reached:
                 raise MicsError(
@@ -336,7 +337,7 @@ class Schedule:
         if self.more_to_come:
             self.start_next_forward()
             return
-        for unit in self._units:
+        for unit in self.units:
             if unit.is_arriving:
                 unit.release()  # the backward did not need it (a lookup), and its values may change now
 
@@ -383,7 +384,7 @@ class Schedule:
         self.arena.forget_current()
         for site in self.sites:
             site.num_live, site.reached = 0, False
-        for unit in self._units:
+        for unit in self.units:
             unit.gradients.drop_full()
             unit.release()
 
@@ -428,7 +429,7 @@ class Schedule:
         for unit, at_home in zip(site.units, call.at_home, strict=True):
             if unit.memory.at_home != at_home and unit.gathered:
                 raise MicsError(
-                    f"backward through {site.name or 'the model'!r}: expected {unit.spec.label} where its "
+                    f"backward through {site.label!r}: expected {unit.spec.label} where its "
                     "forward had it, found it elsewhere for another forward; run backward after each forward "
                     "while the order in which modules are used still changes"
                 )

@@ -39,6 +39,21 @@ class Call:
     entered: bool = False  # a backward has come
     live_in: int = 0  # number of the backward that is inside this call; 0: none
 
+    def check(self, site: ScheduledSite, num_planned: int) -> None:
+        """Raise if backward would not find the parameters of this forward, or not where they were."""
+        if self.values != site.values():
+            raise MicsError(
+                f"backward through {site.label!r}: expected the parameters of its forward, found them "
+                "changed by an optimizer step or an edit since; run backward before the step, or forward "
+                "again"
+            )
+        if self.num_planned != num_planned and self.needs_params:
+            raise MicsError(
+                f"backward through {site.label!r}: expected a forward of since the units "
+                "were given their places in memory (after the first optimizer steps, and when the order of "
+                "modules changes), found an older one; run forward again"
+            )
+
 
 @dataclass(eq=False)
 class Input:
@@ -51,9 +66,14 @@ class Input:
 class Forward:
     """A forward under way with gradients."""
 
+    site: ScheduledSite
     call: Call
     inputs: Mapping[int, object]  # id of each input that needs a gradient -> its grad_fn before the forward
     readings: Sequence[Input]  # the same inputs
+
+    def hands_through(self, tensor: Tensor) -> bool:
+        """Whether it is an input, which belongs to whoever made it (an in-place change makes it ours)."""
+        return id(tensor) in self.inputs and self.inputs[id(tensor)] is tensor.grad_fn
 
 
 @dataclass(eq=False)
@@ -74,8 +94,28 @@ class ScheduledSite:
     side_outputs: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     num_attributes: int = -1
 
+    is_removed: bool = False  # from the model
+
     def __post_init__(self) -> None:
+        self.look_again()
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return self.name or "the model"
+
+    def refuse_call(self) -> None:
+        """It is called after it was taken out of the model."""
+        raise MicsError(
+            f"forward of {self.label!r}: expected a module of the sharded model, found one that was taken "
+            "out of it, so that its parameters are no longer the model's; put it back, or take it out before "
+            "mics.shard()"
+        )
+
+    def look_again(self) -> None:
+        """Submodules may have come, or gone."""
         self.attributes = [module.__dict__ for module in self.module.modules()]
+        self.num_attributes = -1
 
     def values(self) -> int:
         """A number that changes whenever a parameter of this site does, on every rank."""
@@ -113,7 +153,7 @@ class SharedInputs:
     """Finds units whose backward is over only when others' are, because they share all of their inputs."""
 
     def __init__(self) -> None:
-        self._open: list[Forward] = []  # with gradients, the innermost last
+        self.under_way: list[Forward] = []  # with gradients, the innermost last
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> Input
         self._readers: list[tuple[ScheduledSite, Sequence[Input]]] = []  # that a backward may come to
 
@@ -122,15 +162,15 @@ class SharedInputs:
         found = []
         for key, tensor in tensors.items():
             taken = self._inputs.setdefault(tensor, Input())
-            taken.num_readers += not any(key in outer.inputs for outer in self._open)
+            taken.num_readers += not any(key in outer.inputs for outer in self.under_way)
             found.append(taken)
         return found
 
     def enter(self, forward: Forward) -> None:
-        self._open.append(forward)
+        self.under_way.append(forward)
 
     def leave(self, forward: Forward) -> None:
-        self._open.remove(forward)
+        self.under_way.remove(forward)
 
     def expect_backward(self, site: ScheduledSite, forward: Forward) -> None:
         """A backward may come to ``forward``, and need the parameters of ``site``."""
@@ -175,7 +215,7 @@ def copy_parameters(
     left = next((tensor for tensor in tensors_in(output) if id(tensor) in found), None)
     if left is not None:
         raise MicsError(
-            f"forward of {site.name or 'the model'!r}: expected parameters among its results in tuples, "
+            f"forward of {site.label!r}: expected parameters among its results in tuples, "
             f"lists, dicts or dataclasses, found one of shape {list(left.shape)} in another object, "
             "where it cannot be replaced by a copy; return parameter.clone()"
         )

@@ -20,6 +20,7 @@ from mics.comm import World
 from mics.comm.emulated import emulated_cluster
 from mics.engine import is_sharded
 from mics.errors import MicsError, SettingsError
+from mics.model_checks import check_model
 from mics.plans import Prefetch
 from mics.precision import Precision
 from mics.topology import Cluster, check_partition_groups, check_partition_size
@@ -77,23 +78,6 @@ def check_settings(
 ) -> Settings:
     if not isinstance(model, nn.Module):
         raise SettingsError(f"mics.shard: expected an nn.Module, found {type(model).__name__}")
-    sparse = next((n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.sparse), None)
-    if sparse is not None:
-        raise SettingsError(
-            f"mics.shard: expected dense gradients, found sparse=True on the embedding {sparse!r}; "
-            "build it with "
-            "sparse=False"
-        )
-    sharded = (
-        isinstance(module._parameters, ParameterTable) or is_sharded(module) for module in model.modules()
-    )
-    names = (name for name, _ in model.named_modules())
-    inside = next((name for name, is_inside in zip(names, sharded, strict=True) if is_inside), None)
-    if inside is not None:
-        raise SettingsError(
-            f"mics.shard: expected a model that is not sharded yet, found {inside or 'the model'!r} "
-            "already sharded; call mics.shard once, on the outermost module"
-        )
     if hierarchical not in ("auto", True, False):
         raise SettingsError(f'hierarchical: expected "auto", True or False, found {hierarchical!r}')
     if optimizer_sharding not in ("world", "partition"):
@@ -203,29 +187,23 @@ def whole_node(nodes: Sequence[str]) -> int:
     return sizes.pop() if len(sizes) == 1 else len(nodes)
 
 
+def _check_unsharded(model: nn.Module) -> None:
+    sharded = (ParameterTable.holds_units(module) or is_sharded(module) for module in model.modules())
+    names = (name for name, _ in model.named_modules())
+    inside = next((name for name, is_inside in zip(names, sharded, strict=True) if is_inside), None)
+    if inside is not None:
+        raise SettingsError(
+            f"mics.shard: expected a model that is not sharded yet, found {inside or 'the model'!r} "
+            "already sharded; call mics.shard once, on the outermost module, and again on new parts alone"
+        )
+
+
 def device_of(model: nn.Module, world: World) -> torch.device:
     """Where shards will live. All parameters must be on one device, and within reach of the collectives."""
+    _check_unsharded(model)
+    check_model(model)
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
-        if param.grad is not None:
-            raise SettingsError(
-                f"mics.shard: expected parameters without gradients, found one on {name!r}, which "
-                "would be lost; call "
-                "model.zero_grad() first, or step before sharding"
-            )
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise SettingsError(
-                f"mics.shard: expected parameters without hooks, found one on {name!r}, which would "
-                "never run on a "
-                "sharded model; change gradients between backward and optimizer.step() instead"
-            )
-        is_dtensor = hasattr(param, "device_mesh")  # importing the class would cost every start a second
-        if is_dtensor or param.dtype.is_complex:
-            kind = "a DTensor" if is_dtensor else f"format {param.dtype}"
-            raise SettingsError(
-                f"mics.shard: expected ordinary real parameters, found {name!r} as {kind}; shard the "
-                "plain model"
-            )
         devices.setdefault(param.device, name)
     if len(devices) > 1:
         found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())

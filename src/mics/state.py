@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mics.engine import Engine, engine_of
+from mics.engine import Engine, engines_of, units_of
 from mics.errors import SettingsError
 from mics.guard import Layout, ShardTensor, run_plainly
 from mics.unit import Unit
@@ -27,10 +27,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     All ranks must call it. With ``rank0_only`` the other ranks get an empty dict; no rank holds more than
     one gathered unit besides its result.
     """
-    engine = engine_of(model)
-    keep = engine.world.rank == 0 or not rank0_only
+    units = units_of(model)
+    keep = engines_of(model)[0].world.rank == 0 or not rank0_only
     whole: dict[int, Tensor] = {}
-    for unit in engine.units:
+    for unit in units:
         flat = unit.full_of_masters(unit.master)
         if keep:
             for index, value in enumerate(_split(unit, flat)):
@@ -54,7 +54,7 @@ def load_full_state_dict(
 
     ``model.load_state_dict(full)`` does the same where every rank has the whole dict.
     """
-    engine = engine_of(model)
+    engine = engines_of(model)[0]
     given = engine.world.gather_objects(state_dict is not None)
     if not given[0]:
         raise SettingsError("load_full_state_dict: expected rank 0 to pass a state dict, found None")
@@ -68,10 +68,18 @@ def full_gradients(
     model: nn.Module, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, Tensor | None]:
     """Whole gradients by parameter name, averaged over all ranks; None where there is none."""
-    engine = engine_of(model)
-    engine.boundary.synchronize()
-    keep = engine.world.rank == 0 or not rank0_only
+    names = _names(model)
     grads: dict[str, Tensor | None] = {}
+    for engine in engines_of(model):
+        engine.boundary.synchronize()
+        keep = engine.world.rank == 0 or not rank0_only
+        for shard, value in _full_gradients(engine):
+            if keep and id(shard) in names:
+                grads[names[id(shard)]] = None if value is None else _copied(value, cpu=cpu)
+    return grads
+
+
+def _full_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
     units = engine.boundary.trainable
     for unit in units:
         unit.gradients.drop_cleared()
@@ -80,11 +88,9 @@ def full_gradients(
     for unit, *present in zip(units, *found, strict=True):
         flat = unit.full_of_masters(_step_gradient(unit)) if any(present) else None
         values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
-        for index, (held, value) in enumerate(zip(unit.spec.refs, values, strict=True)):
-            if keep:
-                hidden = value is None or not engine.boundary.any_rank_used(unit, index)
-                grads[held.name] = None if value is None or hidden else _copied(value, cpu=cpu)
-    return grads
+        for index, (shard, value) in enumerate(zip(unit.shards, values, strict=True)):
+            hidden = value is None or not engine.boundary.any_rank_used(unit, index)
+            yield shard, None if hidden else value
 
 
 def _step_gradient(unit: Unit) -> Tensor:
@@ -98,17 +104,18 @@ def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Whole optimizer state by parameter name: tensors shaped like the parameter, scalars as they are."""
-    engine = engine_of(model)
-    keep = engine.world.rank == 0 or not rank0_only
+    names = _names(model)
+    world = engines_of(model)[0].world
+    keep = world.rank == 0 or not rank0_only
     result: dict[str, dict[str, Any]] = {}
-    units = engine.boundary.trainable
+    units = [unit for unit in units_of(model) if unit.spec.trainable]
     states = [[optimizer.state.get(shard, {}) for shard in unit.shards] for unit in units]
     # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
     described = [
         [_describe(state, shard) for state, shard in zip(own, unit.shards, strict=True)]
         for unit, own in zip(units, states, strict=True)
     ]
-    everywhere = engine.world.gather_objects(described)
+    everywhere = world.gather_objects(described)
     for number, (unit, own) in enumerate(zip(units, states, strict=True)):
         found = [_merged(entries) for entries in zip(*(ranks[number] for ranks in everywhere), strict=True)]
         for key in sorted({key for entry in found for key, kind in entry.items() if kind is SHARDED}):
@@ -120,10 +127,9 @@ def full_optimizer_state_dict(
             for entry, value in zip(found, whole, strict=True):
                 if keep and entry.get(key) is SHARDED:
                     entry[key] = value.cpu() if cpu else value.clone()
-        if keep:
-            result.update(
-                {held.name: entry for held, entry in zip(unit.spec.refs, found, strict=True) if entry}
-            )
+        for shard, entry in zip(unit.shards, found, strict=True):
+            if keep and entry and id(shard) in names:
+                result[names[id(shard)]] = entry
     return result
 
 
@@ -134,26 +140,28 @@ def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.
     With ``write`` the changes made inside are kept: those of rank 0 (initialisers draw from each rank's own
     random numbers). Forwards inside need ``torch.no_grad()``. All ranks must enter it.
     """
-    engine = engine_of(model)
-    schedule = engine.schedule
-    if schedule.suspended:
+    units, schedules = units_of(model), [engine.schedule for engine in engines_of(model)]
+    if any(schedule.suspended for schedule in schedules):
         raise SettingsError(
             "mics.summon_full_params: expected a sharded model, found one whose parameters are whole already; "
             "do not nest it"
         )
-    flats = [unit.full_of_masters(unit.master) for unit in engine.units]
-    schedule.suspended = True
+    flats = [unit.full_of_masters(unit.master) for unit in units]
+    for schedule in schedules:
+        schedule.suspended = True
     try:
-        for unit, flat in zip(engine.units, flats, strict=True):
+        for unit, flat in zip(units, flats, strict=True):
             unit.expose([nn.Parameter(value, requires_grad=False) for value in _split(unit, flat)])
         yield model
     finally:
-        schedule.suspended = False
-        for unit in engine.units:
+        for schedule in schedules:
+            schedule.suspended = False
+        for unit in units:
             unit.expose(unit.shards)
     if write:
-        for unit, flat in zip(engine.units, flats, strict=True):
-            engine.mesh.world.broadcast(flat, f"written {unit.spec.label}")
+        world = engines_of(model)[0].mesh.world
+        for unit, flat in zip(units, flats, strict=True):
+            world.broadcast(flat, f"written {unit.spec.label}")
             unit.load(flat)
 
 
@@ -209,7 +217,7 @@ def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | N
     names = engine.world.gather_objects(None if state_dict is None else list(state_dict))[0]
     received: dict[str, Any] = {}
     tied: dict[int, str] = {}
-    by_shard = {id(shard): (unit, i) for unit in engine.units for i, shard in enumerate(unit.shards)}
+    by_shard = {id(shard): (unit, i) for unit in units_of(model) for i, shard in enumerate(unit.shards)}
     current = model.state_dict(keep_vars=True)
     for name in names:
         target = current.get(name)
@@ -238,6 +246,11 @@ def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | N
             whole = ShardTensor.guard(piece, unit.layouts[index], ref(engine.boundary.owner))
         received[name] = whole
     return received
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """What the model calls each of its parameters now, by id: it may have been changed since."""
+    return {id(param): name for name, param in model.named_parameters()}
 
 
 def _check_shape(name: str, value: Tensor, whole: Tensor) -> None:

@@ -36,7 +36,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def num_rows(inputs: Any) -> int:
     """The rows that a module's matrices are multiplied with: tokens, usually."""
-    tensors = [tensor for tensor in tensors_in(inputs) if tensor.dim() > 0]
+    tensors = [tensor for tensor in tensors_in(inputs) if tensor.dim() > 0 and not tensor.is_nested]
     return max((t.numel() // max(1, t.shape[-1] if t.is_floating_point() else 1) for t in tensors), default=0)
 
 
@@ -60,6 +60,7 @@ def is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 

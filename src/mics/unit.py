@@ -14,7 +14,7 @@ Tensors of a unit of ``numel`` elements (padding included) on one rank, with p c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,11 +30,12 @@ from mics.contiguous import Contiguous
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.gathered import GatheredMemory
 from mics.guard import ShardOwner, ShardParameter, plainly
+from mics.structure import WatchedTable
 from mics.unit_gradients import UnitGradients
 from mics.unit_spec import Share, UnitSpec, label_of
 
 
-class ParameterTable(dict[str, nn.Parameter | None]):
+class ParameterTable(WatchedTable[nn.Parameter | None]):
     """A module's ``_parameters``. Reading a parameter of a released unit first asks the schedule.
 
     Modules may use a weight without calling the module that holds it (``x @ self.embed.weight.T``): no
@@ -50,6 +51,19 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         if unit is not None and not unit.gathered:
             unit.on_access(unit)
         return super().__getitem__(name)
+
+    @staticmethod
+    def holds_units(module: nn.Module) -> bool:
+        """Whether parameters of ``module`` are sharded."""
+        return isinstance(module._parameters, ParameterTable) and bool(module._parameters.units)
+
+    @staticmethod
+    def of(module: nn.Module) -> ParameterTable:
+        """The table of ``module``, which has it from now on."""
+        table = module._parameters
+        if not isinstance(table, ParameterTable):
+            table = module.__dict__["_parameters"] = ParameterTable(table)
+        return table
 
 
 class UnitMemory:
@@ -239,6 +253,11 @@ class Unit:
             # torch's recurrent modules keep a second list of their weights, and compute with that one.
             rnn._flat_weights = [dict.get(rnn._parameters, name) for name in rnn._flat_weights_names]
 
+    def shards_outside(self, tables: Collection[int]) -> list[nn.Parameter]:
+        """What none of the modules with these tables, by their ids, holds."""
+        held = {index for table, _, index in self._entries if id(table) in tables}
+        return [shard for index, shard in enumerate(self.shards) if index not in held]
+
     def refresh(self) -> None:
         """Carry the masters into ``param_shard``, of all replicas' pieces."""
         refresh_together([self])
@@ -328,9 +347,9 @@ class Unit:
     def _follow_requires_grad(self, shard: nn.Parameter, full: nn.Parameter) -> None:
         if shard.requires_grad and not self.spec.trainable:
             raise SettingsError(
-                f"{self.spec.label}: expected its parameters to stay frozen, found requires_grad=True; "
-                "they were frozen when "
-                "mics.shard() ran, so there are no masters for them. Set requires_grad before sharding"
+                f"{self.spec.label}: expected its parameters to stay frozen, found requires_grad=True; they "
+                "were frozen when mics.shard() ran, so there is no room for their gradients. Shard the model "
+                "with requires_grad=True, and freeze what is to be trained later after mics.shard()"
             )
         full.requires_grad_(shard.requires_grad)
 
@@ -381,9 +400,7 @@ class Unit:
         entries = []
         for index, held in enumerate(self.spec.refs):
             for module, attribute in held.places:
-                table = module._parameters
-                if not isinstance(table, ParameterTable):
-                    table = module._parameters = ParameterTable(table)
+                table = ParameterTable.of(module)
                 table.units[attribute] = self
                 entries.append((table, attribute, index))
         return entries

@@ -92,7 +92,8 @@ class Contents:
 
 def contents_of(model: nn.Module, engine: Engine) -> Contents:
     """Everything that ``model.state_dict()`` names, as it is: hooks may put copies there."""
-    places = {id(shard): (unit, i) for unit in engine.units for i, shard in enumerate(unit.shards)}
+    units = engine.members.units()
+    places = {id(shard): (unit, i) for unit in units for i, shard in enumerate(unit.shards)}
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

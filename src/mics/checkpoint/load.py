@@ -80,7 +80,7 @@ def _load(
     if engine.world.rank == 0:
         for remark in filter(None, [index.about.get("not_read"), *wanted.remarks]):
             _LOG.warning("%s: %s", folder, remark)
-    for unit in engine.units:
+    for unit in engine.members.units():
         unit.settle_params()
     try:
         _read(folder, index, wanted.parts, engine)

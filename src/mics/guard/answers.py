@@ -8,13 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mics.comm.protocol import Collectives
 from mics.errors import MicsError
+
+
+class AllReduces(Protocol):
+    """Ranks that answer together."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
+        """Sum (or maximum) over ranks, in place."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Question:
     piece: Tensor  # flat; empty where another rank counts these elements
     like: Tensor  # the piece as the user has it
     whole_numel: int
-    world: Collectives
+    world: AllReduces
     label: str
     args: dict[str, Any]  # of the operator, by name
 
@@ -186,7 +196,7 @@ class Answered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, answer: Tensor, world: Collectives, scale: float | None, name: str) -> Tensor:
+    def forward(ctx: Any, answer: Tensor, world: AllReduces, scale: float | None, name: str) -> Tensor:
         ctx.world, ctx.scale, ctx.name = world, scale, name
         return answer.view_as(answer)
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mics.comm.protocol import Collectives
 from mics.errors import MicsError
-from mics.guard.answers import ANSWERS, Question, norms
+from mics.guard.answers import ANSWERS, AllReduces, Question, norms
 from mics.guard.layout import Layout
 
 # Operators that move or fill memory element by element. torch does not tag these.
@@ -31,7 +30,7 @@ _GRADIENT_IS_RIGHT = {"sum", "nansum", "norm", "linalg_vector_norm", "_foreach_n
 class Watch(TorchDispatchMode):
     """Follows pieces through the operators of one function."""
 
-    def __init__(self, name: str, layout_of: Callable[[Tensor], Layout | None], world: Collectives) -> None:
+    def __init__(self, name: str, layout_of: Callable[[Tensor], Layout | None], world: AllReduces) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_ops = 0  # that took a piece
         self.written: list[tuple[Tensor, Layout]] = []  # tensors that pieces were written to

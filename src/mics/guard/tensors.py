@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from mics.errors import MicsError
-from mics.guard.answers import Answered, Entry
+from mics.guard.answers import AllReduces, Answered, Entry
 from mics.guard.layout import Layout, ShardOwner
 from mics.guard.rules import Watch, refusal
 
@@ -50,6 +50,7 @@ _GRAPH = {
     "requires_grad_", "detach_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
     "backward", "__delete__",
 }  # fmt: skip
+_OF_THE_GRAPH = (Tensor.grad, Tensor._base)  # attributes that are tensors and no views
 _COUNTS = {"numel", "nelement"}
 _READS_ONE = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__",
               "is_nonzero", "__format__"}  # fmt: skip
@@ -114,7 +115,7 @@ class ShardTensor(Tensor):
             )
         return owner
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with plainly():
             local = repr(self.detach().as_subclass(Tensor))
         layout = self.shard_layout
@@ -177,7 +178,7 @@ class ShardParameter(ShardTensor, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         super().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return super().__repr__()
 
     @staticmethod
@@ -270,7 +271,7 @@ def _get(func: Any, args: tuple[Any, ...]) -> Any:
             return ShardTensor.guard(piece.detach(), piece.shard_layout, piece.shard_owner)
     with plainly():
         result = func(*args)
-    if not isinstance(result, Tensor) or isinstance(result, ShardTensor) or attribute is Tensor.grad:
+    if not isinstance(result, Tensor) or isinstance(result, ShardTensor) or attribute in _OF_THE_GRAPH:
         return result
     piece._prepare()
     return _watch(func, attribute.__name__, [piece], args, {})
@@ -365,7 +366,7 @@ def _run(
         entries = {id(p): _enter(p) for p in pieces if isinstance(p, ShardParameter) and _needs_grad(p)}
         if entries:
             args, kwargs = _replaced(args, entries), _replaced(kwargs, entries)
-    world = pieces[0]._owner().world
+    world: AllReduces = pieces[0]._owner().world
     tiny = _tiny_pieces(args, kwargs)
     if tiny and not _is_write(func, name, kwargs):
         # Functions of torch may go other ways with one element or none, and so may the ranks: all go the way
@@ -386,7 +387,7 @@ def _run(
 class _Alone:
     """A world of one rank."""
 
-    size = 1
+    size: int = 1
 
     def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
         pass
