@@ -197,7 +197,7 @@ def _leave(run: _Run, console: Console, step: int, *, saved_step: int) -> None:
 def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
     """One optimizer step. Returns the gradients' norm, still on the device, and the learning rate used."""
     batches = run.batches.train(step)
-    step_loss = torch.zeros((), device=run.me.device)
+    step_loss = torch.zeros((), dtype=torch.float32, device=run.me.device)
     run.model.train()
     for tokens, targets in mics.microsteps(run.model, batches):
         loss = run.model(tokens, targets) / len(batches)
@@ -233,7 +233,7 @@ def _sample(run: _Run) -> str:
         return ""
     run.model.eval()
     tokens = run.model.generate(
-        torch.tensor([encode(report.prompt)], device=run.me.device),
+        torch.tensor([encode(report.prompt)], dtype=torch.int64, device=run.me.device),
         report.sample_tokens,
         temperature=report.temperature,
         generator=torch.Generator(run.me.device).manual_seed(run.config.seed),
