@@ -305,6 +305,7 @@ def _build(
         boundary=boundary,
         traffic=counter,
         device=settings.device,
+        ranks_on_gpu=settings.ranks_on_gpu,
         offloader=offloader,
         saved_inputs=saved_inputs,
         recomputed=frozenset(itertools.compress(settings.blocks, settings.recomputed)),

@@ -158,7 +158,8 @@ def _register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     # From torch 2.15 on a flight recorder is hung on every group whose backend is not listed here as keeping
     # its own record. It can only be hung on torch's own groups, and an emulated one has a log of its own.
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
+    recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorders.add(NAME)
     register_rendezvous_handler(NAME, _rendezvous)
 
 
