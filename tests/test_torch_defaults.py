@@ -43,9 +43,9 @@ def _model(dtype: torch.dtype) -> nn.Module:
         return toys.Chain().to(dtype)
 
 
-def _batch(step: int, micro: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
+def _batch(step: int, micro: int, rank: int, dtype: torch.dtype, place: str = "cpu") -> list[Tensor]:
     with torch.device("cpu"), _default_dtype(torch.float32):
-        return [tensor.to(dtype) for tensor in toys.floats(step, micro, rank)]
+        return [tensor.to(place, dtype) for tensor in toys.floats(step, micro, rank)]
 
 
 def _plain(dtype: torch.dtype, optimize: Any) -> dict[str, Any]:
@@ -87,11 +87,12 @@ def _trained(
     """Trained, saved and loaded after the first step, audited at every one."""
     import mics
 
-    model = mics.shard(_model(dtype), partition_size=partition_size, audit_interval=1, **options)
+    place = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    model = mics.shard(_model(dtype).to(place), partition_size=partition_size, audit_interval=1, **options)
     optimizer = optimize(model)
     norms = []
     for step in range(NUM_STEPS):
-        batches = [_batch(step, micro, dist.get_rank(), dtype) for micro in range(2)]
+        batches = [_batch(step, micro, dist.get_rank(), dtype, place) for micro in range(2)]
         for batch in mics.microsteps(model, batches):
             model(*batch).backward()
         assert mics.nonfinite_units(model) == []
@@ -145,6 +146,21 @@ def test_a_model_in_the_default_format(tmp_path: Path) -> None:
         run_ranks(WORLD_SIZE, _sharded, *args, default, ranks_per_node=2)
         for default in (torch.float32, torch.bfloat16)
     )
+    torch.testing.assert_close(found, usual, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_by_default(tmp_path: Path) -> None:
+    """With a GPU as the default device and bfloat16 as the default format: the same bits as without."""
+    import mics
+
+    options = {
+        "precision": mics.Precision(param=torch.float32),
+        "activations": mics.Activations(offload=True),
+    }
+    args = (torch.float32, adamw, str(tmp_path), 2, options)
+    usual = run_ranks(2, _sharded, *args, None, None, backend="nccl")
+    found = run_ranks(2, _sharded, *args, "cuda", torch.bfloat16, backend="nccl")
     torch.testing.assert_close(found, usual, rtol=0, atol=0)
 
 
