@@ -2,10 +2,12 @@
 #
 # PYTHON      the interpreter a new environment is made with (default python3; 3.11 or newer)
 # VIRTUAL_ENV an activated virtual environment is used in place; otherwise .venv is made here
+# TORCH       a version: make test TORCH=2.15.0 runs the tests in .venv-torch-2.15.0, made on first use
 # ARGS        extra arguments: make demo ARGS="--steps 50", make test ARGS="-k layout"
 
 PYTHON ?= python3
-ENV_DIR := $(or $(VIRTUAL_ENV),.venv)
+TORCH ?=
+ENV_DIR := $(if $(TORCH),.venv-torch-$(TORCH),$(or $(VIRTUAL_ENV),.venv))
 BIN := $(ENV_DIR)/bin
 READY := $(ENV_DIR)/.mics-ready
 ARGS ?=
@@ -19,7 +21,7 @@ help:  ## show this list
 env: $(READY)  ## create the environment and install what is needed
 
 $(READY): pyproject.toml scripts/setup_env.sh
-	@scripts/setup_env.sh "$(PYTHON)" "$(ENV_DIR)"
+	@scripts/setup_env.sh "$(PYTHON)" "$(ENV_DIR)" $(TORCH)
 	@touch "$@"
 
 demo: $(READY)  ## train a small model on this machine and draw the run (about a minute)

@@ -1,27 +1,32 @@
 #!/usr/bin/env bash
-# Make an environment that can run mics: scripts/setup_env.sh PYTHON ENV_DIR
+# Make an environment that can run mics: scripts/setup_env.sh PYTHON ENV_DIR [TORCH_VERSION]
 #
-# A torch that is already there and in range is kept: on a GPU machine it is the one built for its driver.
+# A torch that is already there and in range is kept: on a GPU machine it is the one built for its driver. With
+# TORCH_VERSION the environment has that one, whatever else is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=$1
 env_dir=$2
-torch_version=2.13.0  # installed when there is none; keep inside pyproject.toml's range
+wanted_torch=${3:-}
+torch_version=${wanted_torch:-2.13.0}  # installed when there is none
+first_torch=2.11 last_torch=2.15       # keep as in pyproject.toml
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
 
-# Exit 0 when the interpreter can import a torch in range, 3 when it has one out of range, 1 when it has none.
+# Exit 0 when the interpreter can import a torch in range (or the wanted one), 3 when another, 1 when it has none.
 torch_in_range() {
-    "$1" - <<'PY' 2>/dev/null
+    "$1" - "$first_torch" "$last_torch" "$wanted_torch" <<'PY' 2>/dev/null
 import sys
 try:
     import torch
 except Exception:
     sys.exit(1)
-version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-sys.exit(0 if (2, 11) <= version <= (2, 13) else 3)
+first, last, wanted = sys.argv[1:]
+found = torch.__version__.split("+")[0]
+numbers = [[int(part) for part in version.split(".")[:2]] for version in (first, found, last)]
+sys.exit(0 if numbers == sorted(numbers) and wanted in ("", found) else 3)
 PY
 }
 
@@ -42,6 +47,9 @@ see_packages_of() {
     local where='import sysconfig; print(sysconfig.get_path("purelib"))'
     "$1" -c "$where" > "$("$env_dir/bin/python" -c "$where")/packages_of_parent.pth"
 }
+
+printf '%s\n' "$first_torch" "$torch_version" "$last_torch.999" | sort -VC || fail \
+    "expected a torch from $first_torch to $last_torch, found TORCH=$torch_version"
 
 if [[ ! -x $env_dir/bin/python ]]; then
     command -v "$python" >/dev/null || fail \
@@ -66,9 +74,9 @@ status=0
 torch_in_range "$env_dir/bin/python" || status=$?
 case $status in
     0) ;;
-    3) fail "expected torch 2.11 to 2.13 in $env_dir, found" \
+    3) fail "expected torch ${wanted_torch:-$first_torch to $last_torch} in $env_dir, found" \
             "$("$env_dir/bin/python" -c 'import torch; print(torch.__version__)'). It is yours, so it is not replaced:" \
-            "deactivate that environment to get a fresh one in .venv, or install torch==$torch_version yourself." ;;
+            "deactivate or remove that environment to get a fresh one, or install torch==$torch_version yourself." ;;
     *) say "installing torch $torch_version (the one long download)"
        # Exact and on its own: asked for a range, pip may pick a build with gigabytes of GPU libraries.
        pip_install "torch==$torch_version" ;;

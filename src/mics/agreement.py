@@ -46,9 +46,9 @@ class Agreement:
             numel += len(unit.gradients.used)
         pin = device.type == "cuda"
         # [digest, -digest, units ahead, -MiB that stay, who found replicas to differ, a flag a parameter]
-        self._mine = torch.zeros(numel, pin_memory=pin)
-        self._theirs = torch.zeros(numel, pin_memory=pin)  # the maximum over ranks, back on the host
-        self._wire = torch.zeros(numel, device=device)
+        self._mine = torch.zeros(numel, dtype=torch.float32, device="cpu", pin_memory=pin)
+        self._theirs = torch.zeros_like(self._mine, pin_memory=pin)  # the maximum over ranks, on the host
+        self._wire = torch.zeros(numel, dtype=torch.float32, device=device)
         self._arrived = torch.cuda.Event() if pin else None
         self._pending = False
 
@@ -62,7 +62,7 @@ class Agreement:
         flags = [float(used) for unit in self._units for used in unit.gradients.used]
         finder = 0.0 if difference is None else 1.0 + self._world.position
         numbers = [float(digest), -float(digest), *self._settle_prefetch(), finder]
-        self._mine.copy_(torch.tensor(numbers + flags))
+        self._mine.copy_(torch.tensor(numbers + flags, dtype=torch.float32, device="cpu"))
         self._wire.copy_(self._mine, non_blocking=True)
         self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
         self._theirs.copy_(self._wire, non_blocking=True)

@@ -343,6 +343,7 @@ def _build(
         members=members,
         traffic=counter,
         device=settings.device,
+        ranks_on_gpu=settings.ranks_on_gpu,
         offloader=offloader,
         saved_inputs=saved_inputs,
         recomputed=frozenset(itertools.compress(settings.blocks, settings.recomputed)),

@@ -130,7 +130,7 @@ class ReplicaAudit:
     def _raise_together(self, difference: ReplicaError | None) -> None:
         """A difference in one replication group is an error in all: they would wait for its ranks."""
         finder = 0.0 if difference is None else 1.0 + self._world.position
-        flag = torch.tensor(finder, device=self._device)
+        flag = torch.tensor(finder, dtype=torch.float32, device=self._device)
         self._world.all_reduce(flag, "whether replicas differ", maximum=True)
         if difference is not None:
             raise difference
@@ -173,7 +173,8 @@ class ReplicaAudit:
 
     def _refresh_edited(self) -> None:
         """Carry edits to all replicas, as the next gather would: those of any rank, for all do the same."""
-        edited = torch.tensor([float(unit.masters_changed()) for unit in self._units], device=self._device)
+        changed = [float(unit.masters_changed()) for unit in self._units]
+        edited = torch.tensor(changed, dtype=torch.float32, device=self._device)
         self._world.all_reduce(edited, "which units were edited", maximum=True)
         for unit, is_edited in zip(self._units, edited.tolist(), strict=True):
             if is_edited:

@@ -207,7 +207,7 @@ class Boundary:
             units = self._units_with_gradients()
             norms = self._norms(units, math.inf)
         position = {unit.spec.index: number for number, unit in enumerate(self.trainable)}
-        flags = torch.zeros(len(self.trainable), device=self._device)
+        flags = torch.zeros(len(self.trainable), dtype=torch.float32, device=self._device)
         flags[[position[unit.spec.index] for unit in units]] = (~norms.isfinite()).float()
         self._mesh.world.all_reduce(flags, "which gradients are not finite", maximum=True)
         return [unit.spec.label for unit, found in zip(self.trainable, flags.tolist(), strict=True) if found]

@@ -36,6 +36,7 @@ class Engine:
     members: Members
     traffic: TrafficCounter
     device: torch.device
+    ranks_on_gpu: int = 1  # the most that share one
     offloader: Offloader | None = None
     saved_inputs: SavedInputs | None = None
     recomputed: frozenset[nn.Module] = frozenset()  # in the backward

@@ -94,7 +94,7 @@ class HostPool:
             dropped += self._free[-1].numel()
             self._drop(self._free.pop())
         self.require(self.nbytes + nbytes, what)
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._pin:
             self._pin_memory(buffer)
             self._pinned[buffer.data_ptr()] = buffer

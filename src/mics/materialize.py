@@ -6,6 +6,7 @@ with the initialisers the modules carry, so that no rank ever holds the whole mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -88,16 +89,13 @@ def _run_initialisers(
     model: nn.Module, site: Site, device: torch.device, built: Sequence[Unit]
 ) -> dict[int, Tensor]:
     """Run the modules' own initialisers on real memory for this site's parameters alone."""
-    real = {
-        id(ref.param): nn.Parameter(torch.empty_like(ref.param, device=device), requires_grad=False)
-        for ref in site.params
-    }
+    real = {id(ref.param): _unwritten(ref.param, device) for ref in site.params}
     for unit in built:  # an initialiser of the whole model must not write to shards that are done
         unit.expose([ref.param for ref in unit.spec.refs])
     with _Holding(site, real):
         for module in _initialisable(model, site):
             _initialise(model, module)
-        missing = [ref.name for ref in site.params if real[id(ref.param)]._version == 0]
+        missing = [ref.name for ref in site.params if _is_unwritten(real[id(ref.param)])]
     for unit in built:
         unit.expose(unit.shards)
     if missing:
@@ -108,6 +106,19 @@ def _run_initialisers(
             "_init_weights(module) method, or build the model on a real device"
         )
     return {key: param.detach() for key, param in real.items()}
+
+
+def _unwritten(meta: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Real memory for a parameter on meta, of NaN: it stays where no initialiser writes."""
+    param = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=False)
+    if param.is_floating_point():
+        param.data.fill_(math.nan)
+    return param
+
+
+def _is_unwritten(param: nn.Parameter) -> bool:
+    """Most writes show in the version. Those through ``.data`` do not: only for them are values read."""
+    return param._version == 0 and not (param.is_floating_point() and bool((~param.float().isnan()).any()))
 
 
 def _initialisable(model: nn.Module, site: Site) -> Iterator[nn.Module]:

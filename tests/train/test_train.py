@@ -43,6 +43,10 @@ def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
     assert (run_dir / "run.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((run_dir / "run.json").read_text())
+    assert (summary["ranks_of_nodes"], summary["partition_size"], summary["replicas"]) == ([2, 2], 2, 2)
+    assert summary["num_parameters"] == sum(
+        value.numel() for value in torch.load(run_dir / "model.pt").values()
+    )
     assert summary["final_loss"] < summary["first_loss"]
     assert summary["last"]["partition_nbytes"] > summary["last"]["replication_nbytes"] > 0
 

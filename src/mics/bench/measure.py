@@ -159,7 +159,9 @@ def _batches(job: Job, count: int, device: torch.device) -> list[list[Batch]]:
     """Micro-batches of ``count`` steps, this rank's own, the same for every system."""
     generator = torch.Generator().manual_seed(1000 * job.seed + dist.get_rank())
     shape = (count, job.accumulation, job.micro_batch, job.model.seq_len + 1)
-    tokens = torch.randint(0, job.model.vocab_size, shape, generator=generator).to(device)
+    tokens = torch.randint(
+        0, job.model.vocab_size, shape, generator=generator, dtype=torch.int64, device="cpu"
+    ).to(device)
     return [[(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in step] for step in tokens]
 
 

@@ -155,7 +155,12 @@ def _state_parts(held: Held, state: dict[str, Any]) -> Iterator[Part]:
                     f"{name}: expected a tensor or a number in the optimizer's state, found "
                     f"{type(value).__name__}"
                 )
-            yield _whole(name, value if isinstance(value, Tensor) else torch.tensor(value))
+            yield _whole(name, value if isinstance(value, Tensor) else _number(value))
+
+
+def _number(value: float) -> Tensor:
+    """A number of an optimizer's state as a tensor whose format is the number's own."""
+    return torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
 
 
 def _whole(name: str, value: Tensor) -> Part:

@@ -281,7 +281,7 @@ def _want_optimizer(wanted: _Wanted, contents: Contents, optimizer: Optimizer, *
         for entry, name in own.items():
             stored = _stored(wanted.index, name)
             if stored.whole or stored.shape != held.shape or (entry == "step" and not stored.shape):
-                value = torch.empty(stored.shape, dtype=stored.dtype)
+                value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                 filled.setdefault(id(held.shard), {})[entry] = value
                 wanted.add_whole(value, name, stored)
                 continue

@@ -394,7 +394,7 @@ class _Copy:
     def run(self, reader: BlockReader) -> None:
         target = self.target
         straight = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
-        values = target if straight else torch.empty(target.shape, dtype=self.dtype)
+        values = target if straight else torch.empty(target.shape, dtype=self.dtype, device="cpu")
         left = memoryview(cast(Any, values.reshape(-1).view(torch.uint8).numpy()))
         for each in self.ranges:
             reader.read_into(each.start, left[: len(each)])

@@ -72,7 +72,9 @@ def decode(value: Any) -> Any:
             case "$tensor":
                 dtype, shape, text = content
                 raw = bytearray(base64.b64decode(text))
-                flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+                # An empty buffer has no memory to take a tensor from.
+                none = torch.empty(0, dtype=torch.uint8, device="cpu")
+                flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else none
                 return flat.view(dtype_of(dtype)).reshape(shape)
             case "$array":
                 kind, shape, text = content

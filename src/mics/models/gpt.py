@@ -190,7 +190,7 @@ class GPT(nn.Module):
         if self.positions is None:
             angles = rotary_angles(num_tokens, head_size, dtype=x.dtype, device=x.device)
         else:
-            x = x + self.positions(torch.arange(num_tokens, device=tokens.device))
+            x = x + self.positions(torch.arange(num_tokens, dtype=torch.int64, device=tokens.device))
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, angles)

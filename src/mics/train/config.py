@@ -47,6 +47,11 @@ class ModelSettings:
             config.vocab_size,
         )
 
+    @property
+    def name(self) -> str:
+        """What a reader calls it: the named size, or that it is another."""
+        return self.size if self.build() == GPT_SIZES[self.size] else f"{self.size} (changed)"
+
     def build(self) -> GPTConfig:
         """The full description of the model."""
         base = GPT_SIZES[self.size]

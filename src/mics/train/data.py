@@ -117,7 +117,9 @@ class Batches:
 
     def _windows(self, tokens: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Rows of seq_len tokens and of the tokens that follow them."""
-        index = torch.from_numpy(starts)[:, None] + torch.arange(self.seq_len + 1)
+        index = torch.from_numpy(starts)[:, None] + torch.arange(
+            self.seq_len + 1, dtype=torch.int64, device="cpu"
+        )
         rows = tokens[index].to(torch.int64)
         if self.device.type == "cuda":
             rows = rows.pin_memory().to(self.device, non_blocking=True)  # else the copy waits for the GPU

@@ -13,7 +13,7 @@ import mics
 from mics.errors import SettingsError
 from mics.models import GPT
 from mics.train.checkpoints import Checkpoints, Resumed
-from mics.train.config import ShardingSettings, TrainConfig
+from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing, decode, encode, load_text
 from mics.train.display import Display
 from mics.train.hardware import peak_tflops
@@ -21,7 +21,8 @@ from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks
 from mics.train.nonfinite import NonfinitePolicy
 from mics.train.ranks import Rank, joined
-from mics.train.results import History, describe_run, show_results, write_results
+from mics.train.results import History, show_results, write_results
+from mics.train.setup import Setup, describe_run
 from mics.train.stopping import LEFT_CODE, Stopping
 
 _ACTIVATIONS: Final = {
@@ -40,7 +41,8 @@ def run_rank(config: TrainConfig) -> int:
     with joined(config.launch) as me, _stopping(config, me) as stop:
         console = Console(quiet=me.rank != 0, highlight=False, soft_wrap=True)
         run, resumed = _prepare(config, me, console)
-        console.print(describe_run(run.config, me, precision=_precision_name(config.sharding, me)))
+        tokens_per_step = run.meter.tokens_per_step
+        console.print(describe_run(run.config, run.setup, tokens_per_step=tokens_per_step), markup=False)
         history, last_step = _train(run, resumed, console, stop)
         if last_step < config.steps:
             _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
@@ -49,7 +51,7 @@ def run_rank(config: TrainConfig) -> int:
         sample = _sample(run)
         weights = mics.full_state_dict(run.model) if config.report.save_weights else {}
         if me.rank == 0:
-            paths = write_results(run.config, me, history, sample=sample, weights=weights)
+            paths = write_results(run.config, run.setup, history, sample=sample, weights=weights)
             show_results(console, history, sample=sample, paths=paths)
     run.checkpoints.end_job()  # after all ranks have come to the end
     return 0
@@ -68,6 +70,7 @@ class _Run:
 
     config: TrainConfig
     me: Rank
+    setup: Setup
     model: GPT
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
@@ -85,15 +88,14 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     optimizer = _build_optimizer(model, config, decayed=matrices)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate(config))
     nonfinite = NonfinitePolicy(config.optimizer, model, optimizer)
-    on_gpu = me.device.type == "cuda"
-    # Against the bf16 peak an fp32 run would only look bad.
-    peak = peak_tflops(torch.cuda.get_device_name(me.device)) if on_gpu else None
+    setup = Setup.of(model)
     meter = Meter(
         traffic=lambda: mics.traffic(model),
         speedometer=Speedometer(
             flops_per_token=shape.flops_per_token,
-            num_devices=me.num_ranks // me.ranks_per_gpu if on_gpu else 1,
-            peak_tflops=peak if config.sharding.precision != "fp32" else None,
+            num_devices=setup.num_gpus or 1,
+            # Against the bf16 peak an fp32 run would only look bad.
+            peak_tflops=peak_tflops(setup.device) if setup.precision == "bf16" else None,
         ),
         device=me.device,
     )
@@ -114,6 +116,7 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     run = _Run(
         config=replace(config, batch_size=dealing.batch_size, micro_steps=dealing.micro_steps),
         me=me,
+        setup=setup,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -197,7 +200,7 @@ def _leave(run: _Run, console: Console, step: int, *, saved_step: int) -> None:
 def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
     """One optimizer step. Returns the gradients' norm, still on the device, and the learning rate used."""
     batches = run.batches.train(step)
-    step_loss = torch.zeros((), device=run.me.device)
+    step_loss = torch.zeros((), dtype=torch.float32, device=run.me.device)
     run.model.train()
     for tokens, targets in mics.microsteps(run.model, batches):
         loss = run.model(tokens, targets) / len(batches)
@@ -233,7 +236,7 @@ def _sample(run: _Run) -> str:
         return ""
     run.model.eval()
     tokens = run.model.generate(
-        torch.tensor([encode(report.prompt)], device=run.me.device),
+        torch.tensor([encode(report.prompt)], dtype=torch.int64, device=run.me.device),
         report.sample_tokens,
         temperature=report.temperature,
         generator=torch.Generator(run.me.device).manual_seed(run.config.seed),
@@ -263,9 +266,3 @@ def _learning_rate(config: TrainConfig) -> Callable[[int], float]:
         )
 
     return share
-
-
-def _precision_name(settings: ShardingSettings, me: Rank) -> str:
-    if settings.precision != "auto":
-        return settings.precision
-    return "bf16" if me.device.type == "cuda" else "fp32"

@@ -101,7 +101,7 @@ class Meter:
         self.tokens_per_step = tokens_per_step
         self._device = device
         # Both since the last measurement; the sum is this rank's, [] fp32.
-        self._loss_sum = torch.zeros((), device=device)
+        self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self._num_steps = 0
         self._total_seconds = 0.0
         self._mark = self._now()  # what the next measurement counts from

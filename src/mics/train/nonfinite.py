@@ -77,7 +77,7 @@ class _OnItsWay:
         self._event: torch.cuda.Event | None = None
         self._value = value.detach()
         if value.is_cuda:
-            self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._value = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
             self._value.copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

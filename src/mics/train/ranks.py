@@ -34,10 +34,6 @@ class Rank:
     ranks_per_gpu: int
     device: torch.device
 
-    @property
-    def num_nodes(self) -> int:
-        return self.num_ranks // self.ranks_per_node
-
 
 def read_rank(settings: LaunchSettings, *, environ: Mapping[str, str], num_gpus: int) -> Rank:
     """Who the launcher's variables say this process is, and the device that follows from it."""

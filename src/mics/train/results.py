@@ -18,6 +18,7 @@ import mics
 from mics.train.config import TrainConfig
 from mics.train.metrics import Measurement
 from mics.train.ranks import Rank
+from mics.train.setup import Setup, describe_title
 
 
 @dataclass(kw_only=True)
@@ -99,25 +100,8 @@ class ResultPaths:
     weights: Path | None
 
 
-def describe_run(config: TrainConfig, me: Rank, *, precision: str) -> str:
-    """One paragraph that says what runs where."""
-    shape = config.model.build()
-    partition_size = config.sharding.partition_size or me.ranks_per_node
-    tokens = config.batch_size * config.micro_steps * me.num_ranks * shape.seq_len
-    device = "CPU"
-    if me.device.type == "cuda":
-        shared = f", {me.ranks_per_gpu} ranks on each" if me.ranks_per_gpu > 1 else ""
-        device = torch.cuda.get_device_name(me.device) + shared
-    return (
-        f"mics {mics.__version__}: {config.model.size}, {shape.num_parameters / 1e6:,.3g} M parameters, "
-        f"{precision}, {tokens:,} tokens a step\n"
-        f"{_count(me.num_ranks, 'rank')} = {_count(me.num_nodes, 'node')} x {me.ranks_per_node} ({device}), "
-        f"partition groups of {partition_size}, replication groups of {me.num_ranks // partition_size}"
-    )
-
-
 def write_results(
-    config: TrainConfig, me: Rank, history: History, *, sample: str, weights: Mapping[str, Tensor]
+    config: TrainConfig, setup: Setup, history: History, *, sample: str, weights: Mapping[str, Tensor]
 ) -> ResultPaths:
     """Write the summary, the picture and the weights; the measurements are on disk already."""
     from mics.train.picture import draw_run  # matplotlib takes a while to import, and only rank 0 draws
@@ -133,10 +117,7 @@ def write_results(
         "mics": mics.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu",
-        "ranks": me.num_ranks,
-        "ranks_per_node": me.ranks_per_node,
-        "num_parameters": config.model.build().num_parameters,
+        **setup.as_dict(),
         "first_loss": history.measurements[0].loss,
         "final_loss": last.loss,
         "final_validation_loss": history.last_validation_loss,
@@ -150,24 +131,12 @@ def write_results(
         paths.picture,
         measurements=history.measurements,
         validations=history.validations,
-        title=describe_title(config, me),
-        on_gpu=me.device.type == "cuda",
+        title=describe_title(config, setup),
+        on_gpu=setup.on_gpu,
     )
     if paths.weights is not None:
         torch.save(dict(weights), paths.weights)
     return paths
-
-
-def describe_title(config: TrainConfig, me: Rank) -> str:
-    partition_size = config.sharding.partition_size or me.ranks_per_node
-    return (
-        f"{config.name}: {config.model.size} on {_count(me.num_ranks, 'rank')} "
-        f"({_count(me.num_nodes, 'node')} x {me.ranks_per_node}), partition groups of {partition_size}"
-    )
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def show_results(console: Console, history: History, *, sample: str, paths: ResultPaths) -> None:

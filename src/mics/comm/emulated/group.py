@@ -259,7 +259,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, (self.rank() + 1) % self.size(), tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        token = torch.zeros(1)
+        token = torch.zeros(1, dtype=torch.float32, device="cpu")
         return self._run(Kind.BARRIER, 0, _nothing, [token], [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

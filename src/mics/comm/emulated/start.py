@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlparse
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from mics.clusters import find_cluster
@@ -155,6 +156,10 @@ def _register() -> None:
     if hasattr(dist.Backend, NAME.upper()):
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    # From torch 2.15 on a flight recorder is hung on every group whose backend is not listed here as keeping
+    # its own record. It can only be hung on torch's own groups, and an emulated one has a log of its own.
+    recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorders.add(NAME)
     register_rendezvous_handler(NAME, _rendezvous)
 
 
