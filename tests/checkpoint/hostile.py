@@ -75,15 +75,16 @@ def index_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "mics.json").read_bytes())
 
 
-def sign_own(folder: Path, content: bytes) -> None:
-    """Write what rank 0 has to itself, with its digests."""
+def sign_own(folder: Path, content: bytes, rank: int = 0) -> None:
+    """Write what a rank has to itself, with its digests."""
     index = index_of(folder)
-    (folder / "rank-0.json").write_bytes(content)
-    entry = index["files"]["rank-0.json"]
+    name = f"rank-{rank}.json"
+    (folder / name).write_bytes(content)
+    entry = index["files"][name]
     size = entry["block_nbytes"]
     blocks = [content[at : at + size] for at in range(0, len(content), size)]
     digests = [xxhash.xxh3_128(block).hexdigest() for block in blocks]
-    index["files"]["rank-0.json"] = {
+    index["files"][name] = {
         **entry,
         "nbytes": len(content),
         "digest": "xxh3_128",
@@ -92,10 +93,10 @@ def sign_own(folder: Path, content: bytes) -> None:
     sign(folder, index)
 
 
-def alter_own(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    own = json.loads((folder / "rank-0.json").read_bytes())
+def alter_own(folder: Path, change: Callable[[dict[str, Any]], None], rank: int = 0) -> None:
+    own = json.loads((folder / f"rank-{rank}.json").read_bytes())
     change(own)
-    sign_own(folder, json.dumps(own).encode())
+    sign_own(folder, json.dumps(own).encode(), rank)
 
 
 def everything(trained: Trained) -> list[Any]:

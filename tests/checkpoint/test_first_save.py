@@ -20,6 +20,8 @@ from tests.checkpoint.hostile import refuses, save_stock, trained
 from tests.checkpoint.runs import build
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
@@ -140,7 +142,7 @@ def _itself() -> dict[str, Any]:
         {"extra_state": {"x": torch.eye(3).to_sparse()}},
         {"extra_state": {"x": np.zeros(2, dtype=[("a", "f4")])}},
     ],
-    ids=str,
+    ids=lambda wrong: " ".join(wrong),
 )
 def test_arguments_of_wrong_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
