@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference: Path, tmp
 
 
 def test_a_torn_checkpoint_is_passed_over(reference: Path, tmp_path: Path) -> None:
-    """One byte of the latest is wrong: a warning names the file, and the one before it is taken."""
+    """A rank's state makes no sense in the latest, a byte is wrong in the next: warnings name the files."""
     copy = copied(reference, tmp_path, last_step=8)
     senseless = copy / "checkpoints" / "step-12"
     shutil.copytree(copy / "checkpoints" / "step-8", senseless)

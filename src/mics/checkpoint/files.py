@@ -50,12 +50,17 @@ def read_file(path: Path, *, most: int) -> bytes:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most:
             raise CheckpointError(f"{path}: expected at most {most:,} bytes, found {nbytes:,}")
-        content = bytearray()
-        try:
-            while part := file.read(nbytes - len(content)):
-                content += part
-        except OSError as error:
-            raise CheckpointError(f"{path}: could not be read: {error.strerror or error}") from None
+        return read_part(file, path, nbytes)
+
+
+def read_part(file: BinaryIO, path: Path, nbytes: int) -> bytes:
+    """The next bytes of a file, or all that are left."""
+    content = bytearray()
+    try:
+        while part := file.read(nbytes - len(content)):
+            content += part
+    except OSError as error:
+        raise CheckpointError(f"{path}: could not be read: {error.strerror or error}") from None
     return bytes(content)
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mics.checkpoint.boxes import Box
-from mics.checkpoint.files import open_file, parse_json, read_file, size_of
+from mics.checkpoint.files import open_file, parse_json, read_file, read_part, size_of
 from mics.checkpoint.index import Index, StoredChunk, StoredFile, StoredTensor, check_name, sizes_of
 from mics.errors import CheckpointError
 
@@ -111,8 +111,10 @@ def _read_header(folder: Path, name: str) -> tuple[dict[str, StoredTensor], Stor
             "fetch it again"
         ) from None
     with open_file(file) as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = parse_json(stream.read(length), file)  # of two entries of one name the library takes one
+        length = int.from_bytes(read_part(stream, file, 8), "little")
+        header = parse_json(
+            read_part(stream, file, length), file
+        )  # of two entries of one name the library takes one
     tensors = {
         key: _tensor(file, key, entry, data_start=8 + length)
         for key, entry in header.items()

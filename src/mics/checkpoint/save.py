@@ -33,7 +33,7 @@ from mics.comm.emulated import emulated_cluster
 from mics.comm.host_group import HostGroup
 from mics.comm.world import World, join_world
 from mics.engine import Engine, engine_of
-from mics.errors import SettingsError
+from mics.errors import CheckpointError, SettingsError
 
 # The last save of each model in the background, and the memory it copies to; the next one waits for it.
 _under_way: Final[weakref.WeakKeyDictionary[Engine, Saving]] = weakref.WeakKeyDictionary()
@@ -69,11 +69,12 @@ def save(
             host,
             "mics.save",
             lambda: _prepare(world, host, model, optimizer, extra_state, path, step, keep),
+            _cannot,
         )
         _check_same(host, job)
         engine = engine_of(model)
         if not wait:
-            job = together(host, "mics.save", lambda: _staged(engine, job))
+            job = together(host, "mics.save", lambda: _staged(engine, job), _cannot)
     saving = Saving(Path(path) if step is None else Path(path) / job.folder.name)
     saving.nbytes = sum(part.nbytes for part in job.parts)
     if wait:
@@ -196,6 +197,12 @@ def _own_state(engine: Engine, extra_state: Mapping[Any, Any]) -> bytes:
             "keep large tensors as buffers of the model"
         )
     return content
+
+
+def _cannot(rank: int, error: Exception) -> Exception:
+    """What somebody's state_dict() raises, or a folder that may not be looked into."""
+    kind = CheckpointError if isinstance(error, OSError) else SettingsError
+    return kind(f"mics.save: rank {rank} could not prepare it: {type(error).__name__}: {error}")
 
 
 def _check_same(host: HostGroup, job: Job) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mics.comm.host_group import HostGroup
-from mics.errors import CheckpointError, SettingsError
+from mics.errors import CheckpointError, MicsError, SettingsError
 
 T = TypeVar("T")
 Explain = Callable[[int, Exception], Exception]
@@ -22,7 +22,7 @@ def together(host: HostGroup, what: str, action: Callable[[], T], explain: Expla
         value = action()
     except Exception as caught:
         error = caught
-        if explain is not None and not isinstance(caught, CheckpointError | SettingsError):
+        if explain is not None and not isinstance(caught, MicsError | SettingsError):
             error = explain(host.rank, caught)
             error.__cause__ = caught
     told = None if error is None else (isinstance(error, CheckpointError), f"{error}" or repr(error))

@@ -71,6 +71,6 @@ def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     if stored.is_complex or wanted.is_complex or stored.is_floating_point or wanted.is_floating_point:
         return stored.is_complex and wanted.is_complex and stored.itemsize <= wanted.itemsize
     if torch.bool in (stored, wanted):
-        return False
+        return torch.uint8 in (stored, wanted)  # masks were bytes once
     least, most = torch.iinfo(stored), torch.iinfo(wanted)
     return most.min <= least.min and least.max <= most.max
