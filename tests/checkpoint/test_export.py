@@ -325,7 +325,7 @@ def test_verify_looks_into_archives(tmp_path: Path, capsys: pytest.CaptureFixtur
     """Of a checkpoint that has no digests."""
     dcp.save({"a": torch.ones(3, 2)}, checkpoint_id=tmp_path / "stock", no_dist=True)
     (file,) = (tmp_path / "stock").glob("*.distcp")
-    os.truncate(file, file.stat().st_size - 10)
+    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
     assert main(["checkpoint", "verify", str(tmp_path / "stock")]) == 1
     assert "a: expected an archive of torch.save" in capsys.readouterr().err
 

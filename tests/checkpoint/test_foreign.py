@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import pickle
@@ -233,7 +234,7 @@ def test_an_evil_item_is_not_run(stock: Path, tmp_path: Path) -> None:
         (torch.ones(4)[::2], r"model.bias: expected values one after the other, found strides \(2,\)"),
         (torch.ones(4)[2:], r"model.bias: expected values one after the other"),
         ({"a": torch.ones(2)}, r"model.bias: expected a plain tensor, found dict"),
-        (torch.ones(2, dtype=torch.int8), r"model.bias: expected 8 bytes of values, found 2"),
+        (torch.ones(2, dtype=torch.int8), r"model.bias: expected values in torch.float32, found torch.int8"),
     ],
 )
 def test_an_item_that_is_not_what_the_index_says(stock: Path, value: Any, message: str) -> None:
@@ -294,19 +295,54 @@ def test_torn_safetensors(tensors: Path, length: int) -> None:
         _load_linear(tensors)
 
 
+def _header(*, name: str = "weight", more: dict[str, Any] | None = None, **changed: Any) -> bytes:
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24], **changed}
+    return json.dumps({name: entry, **(more or {})}, separators=(",", ":")).encode()
+
+
 def test_headers_that_make_no_sense(tensors: Path) -> None:
-    """No JSON, an unknown format, sizes that do not fit."""
+    """No JSON, no object, an unknown format, sizes and places that do not fit: the file is named."""
     file = tensors / "model.safetensors"
     for header, message in [
-        (b"hello", "expected a header of JSON"),
-        (b'{"weight":{"dtype":"F3","shape":[2,3],"data_offsets":[0,24]}}', "found 'F3'"),
-        (b'{"weight":{"dtype":"F32","shape":[2,4],"data_offsets":[0,24]}}', "expected 32 bytes of values"),
-        (b'{"weight":{"dtype":"F32","shape":[2,-3],"data_offsets":[0,24]}}', "expected dtype, shape"),
-        (b'{"weight":7}', "expected dtype, shape"),
+        (b"hello", "expected value"),
+        (b"null", "invalid type: null"),
+        (b"[]", "invalid type: sequence"),
+        (b"[" * 100_000, "invalid type: sequence"),
+        (b'{"weight":' * 100_000, "recursion limit|invalid"),
+        (b'{"weight":7}', "invalid type: integer"),
+        (_header(dtype="F3"), "unknown variant"),
+        (_header(dtype="F4", shape=[6, 8]), "expected one of F64, .* found F4"),
+        (_header(shape=[2, 4]), "shape and data offsets|shape, data type"),
+        (_header(shape=[2, -3]), "invalid value"),
+        (_header(shape=[1 << 62, 1 << 62]), "overflow"),
+        (_header(shape=[1] * 65 + [6]), "expected at most 64 sizes"),
+        (_header(data_offsets=[8, 32]), "invalid offset"),
+        (_header(more={"bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), "invalid offset"),
+        (_header(shape=[2], data_offsets=[0, 8]), "not fully covered"),
+        (_header(shape=[2, 30], data_offsets=[0, 240]), "not fully covered"),
+        (_header(name="a." * 1000), "expected a name of at most 1,024"),
+        (_header(name="\x1b[2J"), "expected a name of at most"),
+        (_header()[:-1] + b"," + _header(shape=[3, 2])[1:], "the key 'weight' twice"),
     ]:
         file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*({message})"):
             open_checkpoint(tensors)
+    good = _header()
+    file.write_bytes(len(good).to_bytes(8, "little") + good + bytes(24))
+    assert open_checkpoint(tensors).tensors["weight"].shape == (2, 3)
+    with file.open("ab") as stream:
+        stream.write(b"trailing")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*not fully covered"):
+        open_checkpoint(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_numbers_of_another_kind(tensors: Path, dtype: torch.dtype) -> None:
+    """Only floats become floats; those of 8 bits mean nothing without scales."""
+    values = {"weight": torch.ones(2, 3).to(dtype), "bias": torch.ones(2)}
+    save_file(values, tensors / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"weight: expected values that .* can hold, found {dtype}"):
+        _load_linear(tensors)
 
 
 def test_a_shard_is_missing(tensors: Path) -> None:

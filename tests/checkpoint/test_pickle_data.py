@@ -22,7 +22,7 @@ plain = st.recursive(
         st.lists(inner)
         | st.tuples(inner)
         | st.tuples(inner, inner, inner, inner)
-        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.dictionaries(st.text() | st.integers(-(2**63), 2**63), inner)
     ),
     max_leaves=20,
 )

@@ -17,6 +17,7 @@ from mics.train.config import CheckpointSettings, TrainConfig
 from mics.train.data import Dealing
 from mics.train.launch import _free_port
 from mics.train.ranks import Rank
+from tests.checkpoint.hostile import alter_own
 from tests.ranks import RankError, run_expecting_error, run_ranks
 from tests.train.rank_runs import train
 
@@ -80,14 +81,19 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference: Path, tmp
 
 
 def test_a_torn_checkpoint_is_passed_over(reference: Path, tmp_path: Path) -> None:
-    """One byte of the latest is wrong: a warning names the file, and the one before it is taken."""
+    """A rank's state makes no sense in the latest, a byte is wrong in the next: warnings name the files."""
     copy = copied(reference, tmp_path, last_step=8)
+    senseless = copy / "checkpoints" / "step-12"
+    shutil.copytree(copy / "checkpoints" / "step-8", senseless)
+    alter_own(senseless, lambda own: own["extra_state"].update(step="twelve"), rank=1)
+    (copy / "checkpoints" / "latest").write_text("step-12\n")
     torn = max((copy / "checkpoints" / "step-8").glob("*.distcp"), key=lambda file: file.stat().st_size)
     content = bytearray(torn.read_bytes())
     content[len(content) // 2] ^= 1
     torn.write_bytes(content)
     code, shown = run(tmp_path, *DROPOUT, "--checkpoint.resume", "latest")
     assert code == 0
+    assert f"warning: {senseless}/rank-1.json: extra_state 'step': expected a state" in shown
     assert f"warning: {torn}: expected what was written" in shown
     assert f"going back to {copy}/checkpoints/step-4" in shown
     assert rows(copy) == rows(reference)

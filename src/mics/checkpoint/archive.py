@@ -12,10 +12,28 @@ import zipfile
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
+import torch
+
+from mics.checkpoint.index import count_of, dtype_of, sizes_of
 from mics.checkpoint.pickle_data import Name, Persistent, Record, read_pickle
 from mics.errors import CheckpointError
 
 _MAX_DESCRIPTION_NBYTES: Final = 1 << 20
+_MAX_WRAPPED: Final = 8
+_STORAGES: Final = {  # what torch.save calls the storages of the formats it has had from the beginning
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+}
 _TENSOR: Final = (Name("torch._utils", "_rebuild_tensor_v2"), Name("torch._utils", "_rebuild_tensor_v3"))
 
 
@@ -42,6 +60,13 @@ class Slice(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
+    def read(self, size: int = -1, /) -> bytes:
+        """At most a description: zipfile believes what an archive says of its own length."""
+        left = max(0, self._length - self._at)
+        if min(left, size if size >= 0 else left) > _MAX_DESCRIPTION_NBYTES:
+            raise CheckpointError("expected a short table of contents, found a long one")
+        return super().read(min(left, size) if size >= 0 else left) or b""
+
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer)[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
@@ -59,6 +84,7 @@ class Described:
     offset: int  # of its first value, in elements
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def contiguous(self) -> bool:
@@ -71,40 +97,44 @@ class Described:
         return self.offset == 0
 
 
-def describe(archive: Any, where: str) -> Described:
+def describe(archive: Slice, where: str) -> Described:
     """What an archive says about its tensor; ``where`` is its name in errors."""
     try:
         with zipfile.ZipFile(archive) as opened:
-            record = _values_record(opened)
-            about = [each for each in opened.infolist() if each.filename.endswith("/data.pkl")]
-            if len(about) != 1 or about[0].file_size > _MAX_DESCRIPTION_NBYTES:
-                raise CheckpointError("expected one description of a tensor")
-            if about[0].compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError("expected nothing compressed")
-            description = opened.read(about[0])
-            order = [each for each in opened.infolist() if each.filename.endswith("/byteorder")]
-            if order and opened.read(order[0]) != b"little":
+            description = opened.read(_record(opened, "/data.pkl"))
+            if _has(opened, "/byteorder") and opened.read(_record(opened, "/byteorder")) != b"little":
                 raise CheckpointError("expected values in little-endian order, found another")
-        offset, sizes, strides = _tensor_of(read_pickle(description, "data.pkl"))
-        position = _position_of(archive, record)
+            values = _values_record(opened)
+            position = _position_of(archive, values)
+            if position + values.file_size > opened.start_dir:
+                raise CheckpointError(
+                    "expected the values before the table of contents, found them beyond it"
+                )
+        described = _tensor_of(read_pickle(description, "data.pkl"))
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError, struct.error) as error:
+    except Exception as error:  # zipfile raises whatever it runs into
         raise CheckpointError(
             f"{where}: expected an archive of torch.save, found something else ({error}): the file is torn "
             "or was altered; take another checkpoint"
         ) from None
-    return Described(position=position, nbytes=record.file_size, offset=offset, sizes=sizes, strides=strides)
+    offset, sizes, strides, dtype = described
+    return Described(
+        position=position, nbytes=values.file_size, offset=offset, sizes=sizes, strides=strides, dtype=dtype
+    )
 
 
-def _tensor_of(value: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Offset, sizes and strides of what the description rebuilds."""
-    while isinstance(value, Record):
+def _tensor_of(value: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Offset, sizes, strides and format of what the description rebuilds."""
+    for _ in range(_MAX_WRAPPED):  # a parameter, a subclass of it; a record may also hold itself
+        if not isinstance(value, Record):
+            break
         if value.callee in _TENSOR:
-            storage, offset, sizes, strides, *_ = value.args
+            storage, offset, sizes, strides, *rest = value.args
             if not isinstance(storage, Persistent):
                 break
-            return int(offset), _ints(sizes), _ints(strides)
+            dtype = _dtype_of(storage, rest[2] if len(rest) > 2 else None)
+            return count_of(offset), _ints(sizes), _ints(strides), dtype
         if value.is_a("torch._utils", "_rebuild_parameter"):
             value = value.args[0]
         elif value.is_a("torch._tensor", "_rebuild_from_type_v2"):
@@ -112,30 +142,60 @@ def _tensor_of(value: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
             value = Record(callee, args)
         else:
             break
-    found = value.callee if isinstance(value, Record) else type(value).__name__
-    raise CheckpointError(f"expected a plain tensor, found {found}")
+    found = value.callee if isinstance(value, Record) else None
+    raise CheckpointError(
+        f"expected a plain tensor, found {found if isinstance(found, Name) else type(value).__name__}"
+    )
+
+
+def _dtype_of(storage: Persistent, named: Any) -> torch.dtype:
+    """The format of a tensor's values: that of its storage, or where this has none, the one beside it."""
+    kind = storage.key[1] if isinstance(storage.key, tuple) and len(storage.key) == 5 else None
+    if not isinstance(kind, Name):
+        raise CheckpointError("expected the values of a tensor, found something else")
+    if kind.name in _STORAGES:
+        return dtype_of(_STORAGES[kind.name])
+    if not isinstance(named, Name) or named.module != "torch":
+        raise CheckpointError(f"expected values of a known format, found {kind}")
+    return dtype_of(named.name)
 
 
 def _ints(values: Any) -> tuple[int, ...]:
     if isinstance(values, Record) and values.is_a("torch", "Size"):
         (values,) = values.args
-    if not isinstance(values, tuple | list) or not all(type(v) is int and v >= 0 for v in values):
-        raise CheckpointError("expected sizes of a tensor, found something else")
-    return tuple(values)
+    return sizes_of(values)
+
+
+def _has(opened: zipfile.ZipFile, ending: str) -> bool:
+    return any(each.filename.endswith(ending) for each in opened.infolist())
+
+
+def _record(opened: zipfile.ZipFile, ending: str) -> zipfile.ZipInfo:
+    """The one short record that is called so."""
+    found = [each for each in opened.infolist() if each.filename.endswith(ending)]
+    if len(found) != 1 or found[0].file_size > _MAX_DESCRIPTION_NBYTES:
+        raise CheckpointError(f"expected one short record {ending}, found {len(found)}")
+    return _stored(found[0])
 
 
 def _values_record(opened: zipfile.ZipFile) -> zipfile.ZipInfo:
     records = [record for record in opened.infolist() if "/data/" in record.filename]
-    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+    if len(records) != 1:
         raise CheckpointError(f"expected an archive with the values of one tensor, found {len(records)}")
-    return records[0]
+    return _stored(records[0])
 
 
-def _position_of(archive: Any, record: zipfile.ZipInfo) -> int:
+def _stored(record: zipfile.ZipInfo) -> zipfile.ZipInfo:
+    plain = record.compress_type == zipfile.ZIP_STORED and not record.flag_bits & 1
+    if not plain or record.compress_size != record.file_size:
+        raise CheckpointError("expected nothing compressed or encrypted")
+    return record
+
+
+def _position_of(archive: Slice, record: zipfile.ZipInfo) -> int:
     archive.seek(record.header_offset)
     header = archive.read(30)
-    name_length, extra_length = (
-        int.from_bytes(header[26:28], "little"),
-        int.from_bytes(header[28:30], "little"),
-    )
+    if len(header) != 30 or header[:4] != b"PK\3\4":
+        raise CheckpointError("expected the values where the archive says, found something else there")
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
     return int(record.header_offset + 30 + name_length + extra_length)

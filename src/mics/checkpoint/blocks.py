@@ -10,13 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Any, Final, TypeVar, cast
+from typing import IO, Any, BinaryIO, Final, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mics.checkpoint.digests import best_digest, digest_of
+from mics.checkpoint.files import open_file
 from mics.checkpoint.index import BLOCK_NBYTES, StoredFile
 from mics.errors import CheckpointError
 
@@ -169,26 +170,34 @@ class BlockWriter:
         self._flushing = self._disk.submit(os.fdatasync, self._file.fileno())
 
 
+def open_stored(path: Path, stored: StoredFile) -> BinaryIO:
+    """A file of a checkpoint, if it is as long as it should be and its digests can be checked."""
+    file = open_file(path)
+    found = os.fstat(file.fileno()).st_size
+    problem = ""
+    if found != stored.nbytes:
+        problem = (
+            f"expected {stored.nbytes:,} bytes, found {found:,}: the file is torn; take another checkpoint"
+        )
+    try:
+        if stored.digests:
+            digest_of(stored.digest)
+    except CheckpointError as error:
+        problem = str(error)
+    if problem:
+        file.close()
+        raise CheckpointError(f"{path}: {problem}")
+    return file
+
+
 class BlockReader:
     """Reads ranges of one file in rising order. Each block is read once, ahead of its use, and checked."""
 
     def __init__(self, path: Path, stored: StoredFile, ranges: Iterable[range]) -> None:
         self._path = path
         self._stored = stored
+        self._file = open_stored(path, stored)
         self._digest = digest_of(stored.digest) if stored.digests else None
-        try:
-            self._file = path.open("rb", buffering=0)
-            found = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: expected a file of this checkpoint, found {error.strerror}"
-            ) from None
-        if found != stored.nbytes:
-            self._file.close()
-            raise CheckpointError(
-                f"{path}: expected {stored.nbytes:,} bytes, found {found:,}: the file is torn; take another "
-                "checkpoint"
-            )
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="mics-read")
         self._wanted = self._blocks_of(ranges)
         self._coming: deque[tuple[int, Future[bytearray]]] = deque()
@@ -239,7 +248,10 @@ class BlockReader:
             buffer = bytearray(nbytes)
         view, filled = memoryview(buffer), 0
         while filled < nbytes:
-            got = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
+            try:
+                got = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
+            except OSError as error:
+                raise CheckpointError(f"{self._path}: could not be read: {error.strerror or error}") from None
             if got == 0:
                 raise CheckpointError(
                     f"{self._path}: expected {nbytes:,} bytes from {start:,} on, found the end"

@@ -16,6 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Final
+
+_MAX_DIVIDED: Final = 8  # dims along which a tensor may be cut: each doubles the corners of its boxes
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,37 @@ class Box:
     def within(self, outer: Box) -> Box:
         """The same elements, counted from the corner of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+
+def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether ``boxes`` have every element of a tensor once, and nothing else.
+
+    How often an element is covered changes at corners alone: a box is the sum of its corners, with signs.
+    What the boxes cover is the tensor, once, where the corners of both are the same.
+    """
+    whole = Box((0,) * len(shape), tuple(shape))
+    if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
+        return False
+    if not whole.numel:
+        return not boxes
+    dims = [
+        dim
+        for dim, size in enumerate(shape)
+        if any((box.offsets[dim], box.sizes[dim]) != (0, size) for box in boxes)
+    ]  # along the others every box is whole
+    if len(dims) > _MAX_DIVIDED or any(box.numel <= 0 or min(box.sizes, default=1) < 0 for box in boxes):
+        return False
+    corners: dict[tuple[int, ...], int] = {}
+    for box, weight in [*((box, 1) for box in boxes), (whole, -1)]:
+        for corner, sign in _corners(box, dims):
+            corners[corner] = corners.get(corner, 0) + sign * weight
+    return not any(corners.values())
+
+
+def _corners(box: Box, dims: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    ends = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in dims]
+    for corner in product(*ends):
+        yield tuple(at for at, _ in corner), math.prod(sign for _, sign in corner)
 
 
 def boxes_of(shape: Sequence[int], span: range) -> Iterator[tuple[int, Box]]:

@@ -119,13 +119,6 @@ def state_name(param: str, entry: str) -> str:
     return f"{OPTIMIZER}state.{param}.{entry}"
 
 
-def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """One optimizer, several that share the parameters out, or none."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
 def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: int) -> Iterator[Part]:
     """What this rank writes: every element of every tensor is written by one rank."""
     for held in contents.params:

@@ -29,7 +29,7 @@ from mics.checkpoint.contents import Part
 from mics.checkpoint.index import Index, dtype_name, sync_folder, write_durably
 from mics.checkpoint.names import tensors_of_model
 from mics.checkpoint.safetensors_files import MAP_NAME, Planned, map_text, plan_file
-from mics.checkpoint.torch_format import IndexReader, PartLoadPlanner
+from mics.checkpoint.torch_format import PartReader
 from mics.errors import CheckpointError, SettingsError
 
 _CONFIG: Final = "config.json"
@@ -101,7 +101,7 @@ def export(
     beside = [] if config is None else _beside(config)
     try:
         partial = folders.begin(out)
-        reader = IndexReader(exporting.folder, exporting.index, progress)
+        reader = PartReader(exporting.folder, exporting.index, progress)
         for name, planned in exporting.files.items():
             _write_file(partial / name, planned, exporting, reader)
         write_durably(partial / MAP_NAME, map_text(exporting.files).encode())
@@ -119,7 +119,7 @@ def export(
         raise
 
 
-def _write_file(path: Path, planned: Sequence[Planned], exporting: Exporting, reader: IndexReader) -> None:
+def _write_file(path: Path, planned: Sequence[Planned], exporting: Exporting, reader: PartReader) -> None:
     beginning, places, length = plan_file(planned)
     with path.open("w+b") as file:
         os.posix_fallocate(file.fileno(), 0, length)  # a full disk is an error here, not a signal later
@@ -130,8 +130,7 @@ def _write_file(path: Path, planned: Sequence[Planned], exporting: Exporting, re
             for tensor in planned
             if tensor.nbytes
         ]
-        planner = PartLoadPlanner(exporting.index, wanted)
-        reader.read_data(planner.create_local_plan(), planner)
+        reader.read(reader.plan(wanted))
         memory.flush()
         os.fsync(file.fileno())
 

@@ -18,13 +18,15 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from mics.checkpoint.files import read_file
 from mics.checkpoint.index import INDEX_NAME, sync_folder, write_durably
 from mics.errors import CheckpointError, SettingsError
 
 LATEST: Final = "latest"
-_STEP: Final = re.compile(r"step-(\d+)")
+_STEP: Final = re.compile(r"step-([0-9]{1,19})")  # a longer one is no number of ours
 _LEFTOVER: Final = re.compile(r"\.(step-\d+)\.(partial|removed|previous)")
 _OURS: Final = re.compile(r"__\d+_\d+\.distcp|rank-\d+\.json|\.metadata|mics\.json(\.sha256)?(\.tmp)?")
+_MAX_LATEST_NBYTES: Final = 1 << 10
 _LOG: Final = logging.getLogger("mics")
 
 
@@ -139,8 +141,8 @@ def latest_in(root: Path) -> Path | None:
 def _pointed(root: Path) -> str:
     """The name in ``latest``, or nothing."""
     try:
-        name = (root / LATEST).read_text(errors="replace").strip()
-    except OSError:
+        name = read_file(root / LATEST, most=_MAX_LATEST_NBYTES).decode(errors="replace").strip()
+    except CheckpointError:
         return ""
     return name if _STEP.fullmatch(name) else ""
 

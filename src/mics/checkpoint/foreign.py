@@ -12,9 +12,9 @@ from mics.errors import CheckpointError
 
 def open_checkpoint(folder: Path) -> Index:
     """The index of a checkpoint. Values are not looked at."""
-    if (folder / INDEX_NAME).is_file():
+    if (folder / INDEX_NAME).exists():
         return read_index(folder)
-    if (folder / METADATA_NAME).is_file():
+    if (folder / METADATA_NAME).exists():
         return open_stock(folder)
     if any(folder.glob("*.safetensors")):
         return open_safetensors(folder)

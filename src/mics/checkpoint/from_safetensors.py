@@ -15,8 +15,9 @@ import torch
 
 from mics.checkpoint.contents import MODEL, Contents, Part
 from mics.checkpoint.index import Index
-from mics.checkpoint.save import Job
+from mics.checkpoint.job import Job
 from mics.checkpoint.stock_values import StockValues
+from mics.comm.host_group import HostGroup
 from mics.comm.world import World
 from mics.errors import SettingsError
 
@@ -42,7 +43,7 @@ def import_safetensors(
         keep=None,
         rank=0,
         world=World(rank=0, size=1, default_group=None),
-        group=None,
+        host=HostGroup(),
         parts=_parts(index, mapped),
         contents=Contents(params=[], buffers={}, module_state={}),
         about={

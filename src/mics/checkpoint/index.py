@@ -12,18 +12,36 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
-from mics.checkpoint.boxes import Box
+from mics.checkpoint.boxes import Box, tiles
+from mics.checkpoint.files import parse_json, read_file
 from mics.errors import CheckpointError
 
 INDEX_NAME: Final = "mics.json"
 _DIGEST_NAME: Final = "mics.json.sha256"
 FORMAT: Final = 1
+_MAX_DIGEST_NBYTES: Final = 1 << 10
+_MAX_NAME_LENGTH: Final = 1 << 10  # prefixes of names are looked at one by one
+_MAX_BLOCK_NBYTES: Final = 64 << 20
+_MAX_DIMS: Final = 64
+_MAX_NUMBER: Final = 1 << 62  # positions and sizes, also multiplied by the width of a format
+MAX_OWN_NBYTES: Final = 4 << 30
+"""The most that a rank may have to itself: it is read as a whole."""
+MAX_INDEX_NBYTES: Final = 512 << 20
+"""That of a model of 10^12 parameters, written by thousands of ranks, has about half."""
 BLOCK_NBYTES: Final = 8 << 20
 """Hashed, read and checked together. Smaller blocks make the index long, larger ones small reads slow."""
+
+
+_NAMES: Final = (
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _NAMES}
 
 
 @dataclass(frozen=True)
@@ -33,8 +51,8 @@ class StoredChunk:
     box: Box
     file: str
     position: int  # of the first value, in bytes
-    archive_nbytes: int = 0
-    """Not 0: the values lie somewhere in an archive of torch.save, which begins at ``position``."""
+    archive_nbytes: int | None = None
+    """Not None: the values lie somewhere in an archive of torch.save, which begins at ``position``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,72 +117,75 @@ def write_index(folder: Path, index: Index) -> None:
 def read_index(folder: Path) -> Index:
     """The index of a checkpoint of mics."""
     file = folder / INDEX_NAME
-    text = file.read_bytes()
-    try:
-        expected = (folder / _DIGEST_NAME).read_text().strip()
-    except OSError:
-        raise CheckpointError(
-            f"{folder / _DIGEST_NAME}: expected the digest of {INDEX_NAME}, found no such file"
-        ) from None
-    if hashlib.sha256(text).hexdigest() != expected:
+    text = read_file(file, most=MAX_INDEX_NBYTES)
+    expected = read_file(folder / _DIGEST_NAME, most=_MAX_DIGEST_NBYTES).strip()
+    if hashlib.sha256(text).hexdigest().encode() != expected:
         raise CheckpointError(
             f"{file}: expected what was written, found something else (its digest differs); take another "
             "checkpoint"
         )
-    try:
-        found = json.loads(text)
-        version = found["format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected an index of mics, found something else: {error!r}") from None
-    if version != FORMAT:
+    found = parse_json(text, file)
+    if not isinstance(found, dict) or "format" not in found:
+        raise CheckpointError(f"{file}: expected an index of mics, found other JSON")
+    if found["format"] != FORMAT:
         raise CheckpointError(
-            f"{file}: expected format {FORMAT}, found {version!r}; it was written by another version of mics"
+            f"{file}: expected format {FORMAT}, found {found['format']!r:.60}; it was written by another "
+            "version of mics"
         )
     try:
         index = _from_json(found)
         for name, stored in index.files.items():
             _check_file(name, stored)
         for name, tensor in index.tensors.items():
-            _check_tensor(name, tensor, index.files)
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+            check_name(name)
+            check_tensor(name, tensor, index.files)
+        if not all(name in index.tensors for name in index.aliases.values()):
+            raise CheckpointError("a further name for a tensor that is not there")
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: expected an index that fits together, found one that does not: {error}"
         ) from None
     return index
 
 
+def check_name(name: Any) -> None:
+    """Of a tensor: text that can be printed, and no longer than names are."""
+    if not isinstance(name, str):
+        raise CheckpointError(f"expected the name of a tensor, found {type(name).__name__}")
+    if len(name) > _MAX_NAME_LENGTH or not name.isprintable():
+        raise CheckpointError(
+            f"expected a name of at most {_MAX_NAME_LENGTH:,} printable letters, found {name[:60]!r} of "
+            f"{len(name):,}"
+        )
+
+
 def _check_file(name: str, stored: StoredFile) -> None:
     """Of this folder, and with a digest for every byte."""
-    if not name or name != Path(name).name:
-        raise CheckpointError(f"{name!r} is no plain file name")
-    if stored.nbytes < 0 or stored.block_nbytes < 1:
+    if not name or name != Path(name).name or not name.isprintable():
+        raise CheckpointError(f"{name[:60]!r} is no plain file name")
+    if stored.nbytes < 0 or not 1 <= stored.block_nbytes <= _MAX_BLOCK_NBYTES:
         raise CheckpointError(f"{name}: {stored.nbytes} bytes in blocks of {stored.block_nbytes}")
     if len(stored.digests) != -(-stored.nbytes // stored.block_nbytes):
         raise CheckpointError(f"{name}: {len(stored.digests)} digests for {stored.nbytes:,} bytes")
 
 
-def _check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, StoredFile]) -> None:
-    """Chunks are ranges of its elements that follow each other, and lie inside their files."""
-    strides = [1] * len(tensor.shape)
-    for dim in range(len(tensor.shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * tensor.shape[dim]
-    ranges = []
+def check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, StoredFile]) -> None:
+    """Chunks have every element of it once, and lie inside their files."""
     for chunk in tensor.chunks:
-        box = chunk.box
-        bounds = zip(box.offsets, box.sizes, tensor.shape, strict=True)
-        stop = chunk.position + box.numel * tensor.dtype.itemsize
-        if not all(a >= 0 and n > 0 and a + n <= size for a, n, size in bounds):
-            raise CheckpointError(f"{name}: a chunk outside of its shape {tensor.shape}")
-        if chunk.position < 0 or stop > files[chunk.file].nbytes:
-            raise CheckpointError(f"{name}: a chunk outside of its file {chunk.file}")
-        ranges.append((sum(a * stride for a, stride in zip(box.offsets, strides, strict=True)), box.numel))
-    at = 0
-    for start, numel in sorted(ranges):
-        if start != at:
-            raise CheckpointError(f"{name}: chunks that overlap or leave something out")
-        at += numel
-    if at != Box((), tensor.shape).numel:
-        raise CheckpointError(f"{name}: chunks for {at:,} of its elements")
+        file = files[chunk.file]
+        if chunk.archive_nbytes is None:
+            stop = chunk.position + chunk.box.numel * tensor.dtype.itemsize
+        else:
+            stop = chunk.position + chunk.archive_nbytes
+        if chunk.position < 0 or stop > file.nbytes:
+            raise CheckpointError(
+                f"{name}: a chunk outside of its file {chunk.file}, "
+                f"which has {file.nbytes:,} bytes: it is torn"
+            )
+    if not tiles([chunk.box for chunk in tensor.chunks], tensor.shape):
+        raise CheckpointError(
+            f"{name}: chunks that overlap, leave something out or lie outside of its shape {tensor.shape}"
+        )
 
 
 def write_durably(file: Path, content: bytes) -> None:
@@ -191,11 +212,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"expected a format of torch, found {name!r}")
-    return found
+def dtype_of(name: Any) -> torch.dtype:
+    """The format of that name, if its elements are whole numbers of bytes that torch can copy."""
+    if not isinstance(name, str) or name not in DTYPES:
+        raise CheckpointError(f"expected a format of torch, found {name!r:.60}")
+    return DTYPES[name]
+
+
+def sizes_of(values: Any) -> tuple[int, ...]:
+    """Sizes or offsets of a tensor, by whoever wrote them."""
+    if not isinstance(values, list | tuple) or len(values) > _MAX_DIMS:
+        raise CheckpointError(
+            f"expected at most {_MAX_DIMS} sizes of a tensor, found {type(values).__name__}"
+        )
+    return tuple(count_of(value) for value in values)
+
+
+def count_of(value: Any) -> int:
+    """A number of elements or bytes."""
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
+        shown = f"{value:.3g}" if isinstance(value, float) else type(value).__name__
+        raise CheckpointError(f"expected a number of elements or bytes, found {shown}")
+    return value
 
 
 def _to_json(index: Index) -> dict[str, Any]:
@@ -230,31 +268,45 @@ def _to_json(index: Index) -> dict[str, Any]:
 
 
 def _from_json(found: Mapping[str, Any]) -> Index:
+    groups = found["param_groups"]
+    about = _a(dict, found["about"])
     return Index(
-        tensors={
-            name: StoredTensor(
-                dtype=dtype_of(entry["dtype"]),
-                shape=tuple(entry["shape"]),
-                whole=entry["whole"],
-                chunks=tuple(
-                    StoredChunk(Box(tuple(offsets), tuple(sizes)), file, position)
-                    for offsets, sizes, file, position in entry["chunks"]
-                ),
-            )
-            for name, entry in found["tensors"].items()
-        },
-        files={
-            name: StoredFile(
-                nbytes=entry["nbytes"],
-                block_nbytes=entry["block_nbytes"],
-                digest=entry["digest"],
-                digests=tuple(entry["digests"]),
-            )
-            for name, entry in found["files"].items()
-        },
-        is_ours="imported_from" not in found["about"],
-        aliases=found["aliases"],
-        about=found["about"],
-        param_groups=found["param_groups"],
-        module_state=found["module_state"],
+        tensors={name: _tensor_of(entry) for name, entry in _a(dict, found["tensors"]).items()},
+        files={name: _file_of(entry) for name, entry in _a(dict, found["files"]).items()},
+        is_ours="imported_from" not in about,
+        aliases={alias: _a(str, name) for alias, name in _a(dict, found["aliases"]).items()},
+        about=about,
+        param_groups=None if groups is None else [_a(dict, group) for group in _a(list, groups)],
+        module_state=_a(dict, found["module_state"]),
     )
+
+
+def _tensor_of(entry: Any) -> StoredTensor:
+    return StoredTensor(
+        dtype=dtype_of(_a(str, entry["dtype"])),
+        shape=sizes_of(entry["shape"]),
+        whole=_a(bool, entry["whole"]),
+        chunks=tuple(
+            StoredChunk(Box(sizes_of(offsets), sizes_of(sizes)), _a(str, file), count_of(position))
+            for offsets, sizes, file, position in _a(list, entry["chunks"])
+        ),
+    )
+
+
+def _file_of(entry: Any) -> StoredFile:
+    return StoredFile(
+        nbytes=count_of(entry["nbytes"]),
+        block_nbytes=count_of(entry["block_nbytes"]),
+        digest=_a(str, entry["digest"]),
+        digests=tuple(_a(str, digest) for digest in _a(list, entry["digests"])),
+    )
+
+
+_T = TypeVar("_T")
+
+
+def _a(kind: type[_T], value: Any) -> _T:
+    """A value of JSON, if it is of the kind that it should be."""
+    if type(value) is not kind:
+        raise CheckpointError(f"expected a {kind.__name__}, found a {type(value).__name__}")
+    return value

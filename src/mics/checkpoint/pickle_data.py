@@ -57,15 +57,17 @@ def read_pickle(content: bytes, where: str) -> Any:
     """The value of a pickle, with records in place of objects; ``where`` is its name in errors."""
     machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(content):
+        for opcode, argument, position in pickletools.genops(content):
             name = opcode.name
             if name == "STOP":
+                if position is not None and position + 1 != len(content):
+                    raise ValueError("something behind its end")
                 (value,) = machine.stack
                 return value
             _run(machine, name, argument)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, MemoryError, struct.error) as error:
         raise CheckpointError(f"{where}: expected a pickle, found a torn or altered one ({error})") from None
     raise AssertionError("genops ends with STOP")
 
@@ -114,7 +116,9 @@ def _global(machine: _Machine, argument: str) -> None:
 
 def _stack_global(machine: _Machine, argument: Any) -> None:
     module, name = machine.take(2)
-    machine.stack.append(Name(str(module), str(name)))
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError("a name that is no text")  # and never made text of: a list may hold itself
+    machine.stack.append(Name(module, name))
 
 
 def _reduce(machine: _Machine, argument: Any) -> None:
@@ -159,15 +163,19 @@ def _put_values(machine: _Machine, values: list[Any]) -> None:
 
 
 def _keys(values: list[Any]) -> list[Any]:
-    """Values that may be keys. Others are not hashed: a tuple a million deep would end the process."""
+    """Values that may be keys. Others are not hashed: a tuple a million deep would end the process, and long
+    numbers can be chosen so that all have one hash.
+    """
     for value in values:
         if not isinstance(value, str | bytes | int | float | Name | Record | None):
             raise TypeError(f"{type(value).__name__} as a key")
+        if isinstance(value, int) and value.bit_length() > 64:
+            raise TypeError("a long number as a key")
     return values
 
 
 def _memoize(machine: _Machine, argument: Any) -> None:
-    number = len(machine.memo) if argument is None else int(argument)
+    (number,) = _keys([len(machine.memo) if argument is None else int(argument)])
     machine.memo[number] = machine.stack[-1]
 
 

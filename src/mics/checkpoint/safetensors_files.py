@@ -1,7 +1,8 @@
 """Files of safetensors: 8 bytes that are the length of a JSON header, the header, the values.
 
-Read here and not through the library, because a rank reads ranges of a tensor's values into memory that it
-has, and written here because a file may be larger than memory.
+The library reads headers, and refuses what does not fit together. Values are read here, because a rank
+reads ranges of a tensor's values into memory that it has, and written here because a file may be larger than
+memory.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from mics.checkpoint.boxes import Box
-from mics.checkpoint.index import Index, StoredChunk, StoredFile, StoredTensor
+from mics.checkpoint.files import open_file, parse_json, read_file, read_part, size_of
+from mics.checkpoint.index import Index, StoredChunk, StoredFile, StoredTensor, check_name, sizes_of
 from mics.errors import CheckpointError
 
 ONE_NAME: Final = "model.safetensors"
 MAP_NAME: Final = "model.safetensors.index.json"
-_MAX_HEADER_NBYTES: Final = 100_000_000  # as the library has it
+_MAX_MAP_NBYTES: Final = 100_000_000  # as the library has it for headers
 _ALIGNMENT_NBYTES: Final = 8
 
 _NAMES: Final = {
@@ -53,7 +56,7 @@ def open_safetensors(folder: Path) -> Index:
     weight_map = _weight_map(folder)
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
-    elif (folder / ONE_NAME).is_file():
+    elif (folder / ONE_NAME).exists():
         names = [ONE_NAME]
     else:
         names = sorted(each.name for each in folder.glob("*.safetensors"))
@@ -79,68 +82,60 @@ def open_safetensors(folder: Path) -> Index:
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """Which file has which tensor, where a model is more than one file."""
-    found = [MAP_NAME] if (folder / MAP_NAME).is_file() else []
+    found = [MAP_NAME] if (folder / MAP_NAME).exists() else []
     found = found or sorted(each.name for each in folder.glob("*.safetensors.index.json"))
     if len(found) != 1:
         return None
     file = folder / found[0]
-    try:
-        weight_map = json.loads(file.read_bytes())["weight_map"]
-        plain = all(Path(name).name == name for name in weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        weight_map, plain = None, False
-    if not plain:
+    content = parse_json(read_file(file, most=_MAX_MAP_NBYTES), file)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(map(_is_plain, weight_map.values())):
         raise CheckpointError(f"{file}: expected a weight_map of tensors to files of this folder, found none")
-    return dict(weight_map)
+    return weight_map
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether it is the name of a file in the same folder."""
+    return isinstance(name, str) and bool(name) and name.isprintable() and Path(name).name == name
 
 
 def _read_header(folder: Path, name: str) -> tuple[dict[str, StoredTensor], StoredFile]:
     file = folder / name
+    nbytes = size_of(file)  # which looks at what kind of file it is
     try:
-        nbytes = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if nbytes < 8 or length > min(nbytes - 8, _MAX_HEADER_NBYTES):
-                raise _torn(file, f"a header of {length:,} bytes", nbytes)
-            header = json.loads(stream.read(length))
-    except OSError as error:
+        with safe_open(file, framework="numpy"):
+            pass  # sizes, places, and that tensors follow each other from the first byte to the last
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file}: expected a file of this model, found {error.strerror or error}"
+            f"{file}: expected a file of safetensors, found one that is torn or was altered: {error}; "
+            "fetch it again"
         ) from None
-    except ValueError:
-        raise CheckpointError(f"{file}: expected a header of JSON, found something else") from None
-    tensors = {}
-    for key, entry in header.items():
-        if key != "__metadata__":
-            tensors[key] = _tensor(file, key, entry, data_start=8 + length, nbytes=nbytes)
+    with open_file(file) as stream:
+        length = int.from_bytes(read_part(stream, file, 8), "little")
+        header = parse_json(
+            read_part(stream, file, length), file
+        )  # of two entries of one name the library takes one
+    tensors = {
+        key: _tensor(file, key, entry, data_start=8 + length)
+        for key, entry in header.items()
+        if key != "__metadata__"
+    }
     return tensors, StoredFile(nbytes=nbytes)
 
 
-def _tensor(file: Path, key: str, entry: Any, *, data_start: int, nbytes: int) -> StoredTensor:
+def _tensor(file: Path, key: str, entry: dict[str, Any], *, data_start: int) -> StoredTensor:
+    """An entry of a header that the library has found good."""
     try:
-        short, shape = entry["dtype"], tuple(entry["shape"])
-        start, stop = entry["data_offsets"]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise CheckpointError(f"{file}: {key}: expected dtype, shape and data_offsets, found {entry!r:.200}")
-    if short not in _DTYPES:
-        raise CheckpointError(f"{file}: {key}: expected one of {', '.join(_DTYPES)}, found {short!r}")
+        check_name(key)
+        shape = sizes_of(entry["shape"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise CheckpointError(f"{file}: {key}: expected one of {', '.join(_DTYPES)}, found {entry['dtype']}")
     box = Box((0,) * len(shape), shape)
-    expected = box.numel * _DTYPES[short].itemsize
-    if stop - start != expected:
-        raise CheckpointError(f"{file}: {key}: expected {expected:,} bytes of values, found {stop - start:,}")
-    if data_start + stop > nbytes:
-        raise _torn(file, f"{key} up to byte {data_start + stop:,}", nbytes)
-    chunks = (StoredChunk(box, file.name, data_start + start),) if expected else ()
-    return StoredTensor(dtype=_DTYPES[short], shape=shape, chunks=chunks)
-
-
-def _torn(file: Path, expected: str, nbytes: int) -> CheckpointError:
-    return CheckpointError(
-        f"{file}: expected {expected}, found a file of {nbytes:,} bytes: it is torn; fetch it again"
-    )
+    chunks = (StoredChunk(box, file.name, data_start + entry["data_offsets"][0]),) if box.numel else ()
+    return StoredTensor(dtype=dtype, shape=shape, chunks=chunks)
 
 
 # -- writing ---------------------------------------------------------------------------------------------

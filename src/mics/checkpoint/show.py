@@ -51,7 +51,8 @@ def _summary(folder: Path, index: Index) -> Table:
     }
     for name, value in known.items():
         if value is not None:
-            table.add_row(name, Text(str(value)))
+            shown = str(value)
+            table.add_row(name, Text(shown if shown.isprintable() else repr(shown)))
     return table
 
 

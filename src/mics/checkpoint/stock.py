@@ -9,45 +9,65 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
 from mics.checkpoint.archive import Slice, describe
 from mics.checkpoint.boxes import Box
-from mics.checkpoint.index import Index, StoredChunk, StoredFile, StoredTensor, dtype_of
+from mics.checkpoint.files import open_file, read_file, size_of
+from mics.checkpoint.index import (
+    MAX_INDEX_NBYTES,
+    Index,
+    StoredChunk,
+    StoredFile,
+    StoredTensor,
+    check_name,
+    check_tensor,
+    count_of,
+    dtype_of,
+    sizes_of,
+)
 from mics.checkpoint.pickle_data import Name, Record, read_pickle
 from mics.errors import CheckpointError
 
 METADATA_NAME: Final = ".metadata"
+_MAX_PATH_LENGTH: Final = 1 << 10
+_MAX_DEPTH: Final = 64
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 
 
 def open_stock(folder: Path) -> Index:
     """The index of a checkpoint of torch.distributed.checkpoint."""
     file = folder / METADATA_NAME
-    metadata = read_pickle(file.read_bytes(), str(file))
+    content = read_file(file, most=MAX_INDEX_NBYTES)
+    metadata = read_pickle(content, str(file))
     try:
         described = _fields(metadata, "Metadata")
-        places = _places(described["storage_data"])
-        entries: dict[str, Any] = described["state_dict_metadata"]
+        places = _places(_a_dict(described["storage_data"]))
+        room = _Room(len(content))
         tensors, skipped = {}, []
-        for name, entry in entries.items():
+        for name, entry in _a_dict(described["state_dict_metadata"]).items():
+            check_name(name)
             if isinstance(entry, Record) and entry.is_a(_METADATA, "TensorStorageMetadata"):
-                tensors[name] = _tensor(name, entry, places)
+                tensors[name] = _tensor(name, entry, places, room)
             else:
                 skipped.append(name)
         paths = _paths(described.get("planner_data"), tensors)
+        used = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
+        files = {name: StoredFile(nbytes=size_of(folder / name)) for name in sorted(used)}
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor, files)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{file}: expected the index of torch.distributed.checkpoint, found another pickle ({error!r})"
+            f"{file}: expected the index of torch.distributed.checkpoint, found another pickle "
+            f"({type(error).__name__}: {error})"
         ) from None
-    used = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
     return Index(
         tensors=tensors,
-        files={name: _file(folder, name) for name in sorted(used)},
+        files=files,
         model_prefix=_model_prefix(paths.values()),
         beside=frozenset(name for name, path in paths.items() if len(path) > 1 and "model" not in path[:-1]),
         about={"format": "torch.distributed.checkpoint", "not_read": _said_of(skipped)},
@@ -56,10 +76,10 @@ def open_stock(folder: Path) -> Index:
 
 def located(folder: Path, name: str, dtype: torch.dtype, chunk: StoredChunk) -> StoredChunk:
     """``chunk`` with the position of its first value, where so far only its archive was known."""
-    if chunk.archive_nbytes == 0:
+    if chunk.archive_nbytes is None:
         return chunk
     where = f"{folder / chunk.file}: {name}"
-    with (folder / chunk.file).open("rb", buffering=0) as file:
+    with open_file(folder / chunk.file) as file:
         found = describe(Slice(file, chunk.position, chunk.archive_nbytes), where)
     expected = chunk.box.numel * dtype.itemsize
     if found.sizes != chunk.box.sizes:
@@ -69,23 +89,39 @@ def located(folder: Path, name: str, dtype: torch.dtype, chunk: StoredChunk) -> 
             f"{where}: expected values one after the other, found strides {found.strides} from "
             f"{found.offset} on; save it again as tensor.contiguous()"
         )
-    if found.nbytes < expected or found.position + expected > chunk.archive_nbytes:
+    if found.dtype != dtype:
+        raise CheckpointError(f"{where}: expected values in {dtype}, found {found.dtype}")
+    if found.nbytes < expected:
         raise CheckpointError(f"{where}: expected {expected:,} bytes of values, found {found.nbytes:,}")
-    return replace(chunk, position=chunk.position + found.position, archive_nbytes=0)
+    return replace(chunk, position=chunk.position + found.position, archive_nbytes=None)
 
 
-def _tensor(name: str, entry: Record, places: dict[tuple[str, tuple[int, ...]], _Place]) -> StoredTensor:
-    described = entry.state
+class _Room:
+    """How many parts may be looked at: a pickle can name the same list of them any number of times."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes  # each takes several bytes where it is written down
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise CheckpointError("expected each part of a tensor to be described once, found more")
+
+
+def _tensor(name: str, entry: Record, places: _Places, room: _Room) -> StoredTensor:
+    described = _a_dict(entry.state)
     shape = _size(described["size"])
     dtype = described["properties"].state[0]
     if not isinstance(dtype, Name) or dtype.module != "torch":
-        raise CheckpointError(f"{name}: expected a format of torch, found {dtype}")
+        raise CheckpointError(f"{name}: expected a format of torch, found {type(dtype).__name__}")
+    parts = described["chunks"]
+    if not isinstance(parts, list):
+        raise CheckpointError(f"{name}: expected a list of parts, found {type(parts).__name__}")
+    room.take(len(parts))
     chunks = []
-    for each in described["chunks"]:
+    for each in parts:
         fields = _fields(each, "ChunkStorageMetadata")
         box = Box(_size(fields["offsets"]), _size(fields["sizes"]))
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-            raise CheckpointError(f"{name}: expected a part of {shape}, found {box.sizes} at {box.offsets}")
         if box.numel == 0:
             continue
         place = places.get((name, box.offsets))
@@ -96,52 +132,51 @@ def _tensor(name: str, entry: Record, places: dict[tuple[str, tuple[int, ...]], 
 
 
 _Place = tuple[str, int, int]  # file, position of an archive in it, its length
+_Places = dict[tuple[str, tuple[int, ...]], _Place]
 
 
-def _places(storage: dict[Record, Record]) -> dict[tuple[str, tuple[int, ...]], _Place]:
+def _places(storage: dict[Any, Any]) -> _Places:
     """Where the parts of tensors are, by name and offsets."""
-    found = {}
+    found: _Places = {}
     for key, value in storage.items():
-        index, info = _fields(key, "MetadataIndex"), value.state
-        offset = index.get("offset")
+        index, info = _fields(key, "MetadataIndex"), _a_dict(value.state)
+        name, offset = index["fqn"], index.get("offset")
+        check_name(name)
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{index['fqn']}: expected values as torch.save writes them, found them transformed by "
-                f"{info['transform_descriptors']}; save without extensions"
+                f"{name}: expected values as torch.save writes them, found them transformed; save without "
+                "extensions"
             )
-        file, start, length = info["relative_path"], info["offset"], info["length"]
+        file, start, length = info["relative_path"], count_of(info["offset"]), count_of(info["length"])
+        if not isinstance(file, str) or not file.isprintable() or len(file) > _MAX_PATH_LENGTH:
+            raise CheckpointError(f"{name}: expected a file of this folder, found {type(file).__name__}")
         path = PurePosixPath(file)
-        if path.is_absolute() or ".." in path.parts or min(start, length) < 0:
+        if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(f"expected a file of this folder, found {file!r}")
-        found[index["fqn"], () if offset is None else _size(offset)] = (file, start, length)
+        place = name, () if offset is None else _size(offset)
+        if place in found:
+            raise CheckpointError(f"{name}: expected one place for its part at {place[1]}, found two")
+        found[place] = (file, start, length)
     return found
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
     if not isinstance(record, Record) or not record.is_a(_METADATA, name):
         raise CheckpointError(f"expected {_METADATA}.{name}, found {type(record).__name__}")
-    state = record.state
-    if not isinstance(state, dict):
-        raise CheckpointError(f"expected the fields of {name}, found {type(state).__name__}")
-    return state
+    return _a_dict(record.state)
+
+
+def _a_dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"expected fields and their values, found {type(value).__name__}")
+    return value
 
 
 def _size(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Record) or not value.is_a("torch", "Size"):
         raise CheckpointError(f"expected a torch.Size, found {type(value).__name__}")
     (sizes,) = value.args
-    if not isinstance(sizes, tuple | list) or not all(type(n) is int and n >= 0 for n in sizes):
-        raise CheckpointError(f"expected a torch.Size, found {sizes!r}")
-    return tuple(sizes)
-
-
-def _file(folder: Path, name: str) -> StoredFile:
-    try:
-        return StoredFile(nbytes=(folder / name).stat().st_size)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder / name}: expected a file of this checkpoint, found {error.strerror}"
-        ) from None
+    return sizes_of(sizes)
 
 
 _Path = tuple[str, ...]
@@ -154,9 +189,18 @@ def _paths(planned: Any, tensors: Iterable[str]) -> dict[str, _Path]:
     """
     found = planned if isinstance(planned, dict) else {}
     paths = {name: found.get(name) for name in tensors}
-    return {
-        name: tuple(map(str, path)) if isinstance(path, tuple) else (name,) for name, path in paths.items()
-    }
+    return {name: tuple(map(str, path)) if _is_path(path) else (name,) for name, path in paths.items()}
+
+
+def _is_path(path: Any) -> TypeGuard[tuple[str | int, ...]]:
+    """Of a few names: what else a pickle may have there is not looked into, as it may hold itself."""
+    return (
+        isinstance(path, tuple)
+        and len(path) <= _MAX_DEPTH
+        and all(
+            isinstance(each, str) or (type(each) is int and 0 <= each < _MAX_PATH_LENGTH) for each in path
+        )
+    )
 
 
 def _model_prefix(paths: Iterable[_Path]) -> str:

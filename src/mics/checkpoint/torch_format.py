@@ -7,7 +7,6 @@ knows where in the archives the values begin.
 
 from __future__ import annotations
 
-import io
 import pickle
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -28,21 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from mics.checkpoint.blocks import BlockReader, BlockWriter
+from mics.checkpoint.blocks import BlockReader, BlockWriter, open_stored
 from mics.checkpoint.boxes import Box, boxes_of, pieces, runs
 from mics.checkpoint.contents import Part
 from mics.checkpoint.index import BLOCK_NBYTES, Index, StoredChunk, StoredFile, StoredTensor, write_durably
@@ -61,62 +48,6 @@ class FileReport:
     chunks: list[tuple[MetadataIndex, _StorageInfo, StoredChunk | None]]  # None: for DCP's readers alone
     tensors: dict[str, StoredTensor]  # that it wrote a part of; without chunks
     files: dict[str, StoredFile]
-
-
-class PartSavePlanner(SavePlanner):
-    """Plans the parts of this rank as items of DCP."""
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        aliases: dict[str, str],
-        values: StockValues,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        self._parts = parts
-        self._aliases = aliases | values.aliases
-        self._pickled = values.pickled
-        self._progress = progress
-        self._values: dict[MetadataIndex, Tensor] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing: the parts are known."""
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for part in self._parts:
-            for box, values in _items_of(part):
-                index = MetadataIndex(part.name, box.offsets)
-                self._values[index] = values
-                items.append(_write_item(part, index, box))
-        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._pickled]
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        tensors = metadata.state_dict_metadata
-        for name, tensor in tensors.items():
-            if isinstance(tensor, TensorStorageMetadata):
-                _check_covered(name, tensor)
-        for alias, name in self._aliases.items():
-            if name in tensors:  # a parameter without elements is written by nobody
-                tensors[alias] = tensors[name]
-        # Where each name belongs in the nested dicts that DCP's tools make of it.
-        metadata.planner_data = {name: nested_path(name) for name in tensors}
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._pickled[write_item.index.fqn])
-        values = _alone(self._values[write_item.index].to("cpu"))
-        if self._progress is not None:
-            self._progress(values.nbytes)
-        return values
 
 
 def _alone(values: Tensor) -> Tensor:
@@ -154,8 +85,8 @@ def _check_covered(name: str, tensor: TensorStorageMetadata) -> None:
         )
 
 
-class PartWriter(StorageWriter):
-    """Writes this rank's items to one file, and on the first rank DCP's metadata."""
+class PartWriter:
+    """Writes this rank's parts as items of DCP, to one file, and on the first rank DCP's metadata."""
 
     def __init__(
         self,
@@ -166,41 +97,55 @@ class PartWriter(StorageWriter):
         state: bytes,
         aliases: dict[str, str],
         values: StockValues,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         self.folder = folder
-        self.reports: list[FileReport] = []  # of all ranks, on the first
         self._parts = parts
         self._rank = rank
         self._state = state
         self._aliases = aliases | values.aliases
+        self._pickled = values.pickled
+        self._progress = progress
+        self._values: dict[MetadataIndex, Tensor] = {}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: a writer is used once."""
+    def plan(self) -> SavePlan:
+        """What this rank will write."""
+        items = []
+        for part in self._parts:
+            for box, values in _items_of(part):
+                index = MetadataIndex(part.name, box.offsets)
+                self._values[index] = values
+                items.append(_write_item(part, index, box))
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._pickled]
+        return SavePlan(items)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the folder is there."""
+    def describe(self, plans: list[SavePlan]) -> Metadata:
+        """What all ranks will write; raises where that is not every element once."""
+        _, metadata = create_default_global_save_plan(plans)
+        tensors = metadata.state_dict_metadata
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                _check_covered(name, tensor)
+        for alias, name in self._aliases.items():
+            if name in tensors:  # a parameter without elements is written by nobody
+                tensors[alias] = tensors[name]
+        # Where each name belongs in the nested dicts that DCP's tools make of it.
+        metadata.planner_data = {name: nested_path(name) for name in tensors}
+        return metadata
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+    def write(self, plan: SavePlan) -> FileReport:
+        """Write this rank's files, and have them on disk."""
         name, chunks, files = f"__{self._rank}_0.distcp", [], {}
-        path = self.folder / name
-        with BlockWriter(path) as stream:
+        with BlockWriter(self.folder / name) as stream:
             for item in plan.items:
                 start = stream.tell()
-                values = planner.resolve_data(item)
                 chunk = None
-                if isinstance(values, Tensor):
-                    assert item.tensor_data is not None
-                    chunk = StoredChunk(box_of(item.tensor_data.chunk), name, stream.save(values))
+                if item.tensor_data is None:
+                    stream.write(self._pickled[item.index.fqn])
                 else:
-                    stream.write(values.getbuffer())
-                info = _StorageInfo(name, start, stream.tell() - start)
-                chunks.append((item.index, info, chunk))
+                    position = stream.save(self._resolved(item.index))
+                    chunk = StoredChunk(box_of(item.tensor_data.chunk), name, position)
+                chunks.append((item.index, _StorageInfo(name, start, stream.tell() - start), chunk))
             files[name] = stream.finish()
         name = rank_file(self._rank)
         with BlockWriter(self.folder / name) as stream:
@@ -210,13 +155,11 @@ class PartWriter(StorageWriter):
             part.name: StoredTensor(dtype=part.values.dtype, shape=part.shape, chunks=(), whole=part.whole)
             for part in self._parts
         }
-        done: Future[Any] = Future()
-        done.set_result([FileReport(chunks=chunks, tensors=tensors, files=files)])
-        return done
+        return FileReport(chunks=chunks, tensors=tensors, files=files)
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        self.reports = [report for each in results for report in each]
-        storage = {index: info for report in self.reports for index, info, _ in report.chunks}
+    def finish(self, metadata: Metadata, reports: Sequence[FileReport]) -> None:
+        """Write what DCP's readers look for first."""
+        storage = {index: info for report in reports for index, info, _ in report.chunks}
         by_name: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {}
         for index, info in storage.items():
             by_name.setdefault(index.fqn, []).append((index, info))
@@ -228,9 +171,11 @@ class PartWriter(StorageWriter):
         metadata.version = CURRENT_DCP_VERSION
         write_durably(self.folder / ".metadata", pickle.dumps(metadata))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    def _resolved(self, index: MetadataIndex) -> Tensor:
+        values = _alone(self._values[index].to("cpu"))
+        if self._progress is not None:
+            self._progress(values.nbytes)
+        return values
 
 
 def rank_file(rank: int) -> str:
@@ -238,59 +183,64 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
-class PartLoadPlanner(LoadPlanner):
-    """Plans to read the parts of this rank."""
+class PartReader:
+    """Reads parts of tensors by the index of a checkpoint: no pickle, no torch.load."""
 
-    def __init__(self, index: Index, wanted: Sequence[tuple[Part, str]]) -> None:
+    def __init__(self, folder: Path, index: Index, progress: Callable[[int], None] | None = None) -> None:
+        self._folder = folder
         self._index = index
-        self._wanted = wanted  # with the name that the checkpoint has for it
-        self._values: dict[MetadataIndex, Tensor] = {}
+        self._progress = progress  # told how many bytes were read
+        self._located: dict[tuple[str, StoredChunk], StoredChunk] = {}
 
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing: the parts are known."""
+    def plan(self, wanted: Sequence[tuple[Part, str]]) -> Reading:
+        """What to read for parts, given with the names that the checkpoint has for them.
 
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for number, (part, name) in enumerate(self._wanted):
-            stored = self._index.find(name)
-            assert stored is not None, name
-            near = _Near(stored.chunks)
-            found = 0
-            for start, box in boxes_of(part.shape, part.span):
-                at = start - part.span.start
-                dest = MetadataIndex(part.name, box.offsets, number)
-                self._values[dest] = part.values[at : at + box.numel].view(box.sizes)
-                for chunk in near.to(box):
-                    both = box.overlap(chunk.box)
-                    if both is not None:
-                        found += both.numel
-                        items.append(_read_item(name, chunk.box, dest, box, both))
-            if found != len(part.span):
-                raise CheckpointError(
-                    f"{name}: expected the checkpoint to have elements {part.span.start:,} to "
-                    f"{part.span.stop:,}, found {found:,} of them"
-                )
-        return LoadPlan(items)
+        Everything that can be found wrong without values is found here.
+        """
+        by_file: dict[str, list[_Copy]] = {}
+        for part, name in wanted:
+            for file, found in self._copies_of(part, name):
+                by_file.setdefault(file, []).extend(found)
+        for file, copies in by_file.items():
+            copies.sort(key=lambda copy: copy.ranges[0].start)
+            open_stored(self._folder / file, self._index.files[file]).close()
+        return by_file
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
+    def read(self, reading: Reading) -> None:
+        """Read values into place."""
+        for file, copies in reading.items():
+            ranges = [each for copy in copies for each in copy.ranges]
+            with BlockReader(self._folder / file, self._index.files[file], ranges) as reader:
+                for copy in copies:
+                    copy.run(reader)
+                    if self._progress is not None:
+                        self._progress(sum(map(len, copy.ranges)))
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self._values[read_item.dest_index]
-        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, start, size)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: it was read into place."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("no bytes are asked for")
+    def _copies_of(self, part: Part, name: str) -> Iterator[tuple[str, Iterator[_Copy]]]:
+        stored = self._index.find(name)
+        assert stored is not None, name
+        near = _Near(stored.chunks)
+        found = 0
+        for start, box in boxes_of(part.shape, part.span):
+            at = start - part.span.start
+            values = part.values[at : at + box.numel].detach().view(box.sizes)
+            for chunk in near.to(box):
+                both = box.overlap(chunk.box)
+                if both is not None:
+                    found += both.numel
+                    target = _narrowed(values, both.within(box))
+                    key = name, chunk
+                    if key not in self._located:
+                        self._located[key] = located(self._folder, name, stored.dtype, chunk)
+                    yield (
+                        chunk.file,
+                        _copies(self._located[key], stored.dtype, both.within(chunk.box), target),
+                    )
+        if found != len(part.span):
+            raise CheckpointError(
+                f"{name}: expected the checkpoint to have elements {part.span.start:,} to "
+                f"{part.span.stop:,}, found {found:,} of them"
+            )
 
 
 class _Near:
@@ -309,78 +259,6 @@ class _Near:
             return self._chunks
         first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
         return self._chunks[bisect_right(self._stops, first) : bisect_left(self._starts, last)]
-
-
-def _read_item(name: str, stored: Box, dest: MetadataIndex, box: Box, both: Box) -> ReadItem:
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=dest,
-        dest_offsets=torch.Size(both.within(box).offsets),
-        storage_index=MetadataIndex(name, stored.offsets),
-        storage_offsets=torch.Size(both.within(stored).offsets),
-        lengths=torch.Size(both.sizes),
-    )
-
-
-class IndexReader(StorageReader):
-    """Reads the values of a checkpoint by its index: no pickle, no torch.load."""
-
-    def __init__(self, folder: Path, index: Index, progress: Callable[[int], None] | None = None) -> None:
-        self._folder = folder
-        self._index = index
-        self._progress = progress  # told how many bytes were read
-        self._chunks: dict[tuple[str, tuple[int, ...]], StoredChunk] = {
-            (name, chunk.box.offsets): chunk
-            for name, tensor in index.tensors.items()
-            for chunk in tensor.chunks
-        }
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: a reader is of one checkpoint."""
-
-    def read_metadata(self) -> Metadata:
-        tensors = {name: _metadata_of(tensor) for name, tensor in self._index.tensors.items()}
-        tensors.update({alias: tensors[name] for alias, name in self._index.aliases.items()})
-        return Metadata(dict(tensors), planner_data={name: nested_path(name) for name in tensors})
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Nothing: the index is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[_Copy]] = {}
-        for item in plan.items:
-            name = self._index.aliases.get(item.storage_index.fqn, item.storage_index.fqn)
-            offset = item.storage_index.offset
-            dtype = self._index.tensors[name].dtype
-            key = name, tuple(offset or ())
-            chunk = self._chunks[key] = located(self._folder, name, dtype, self._chunks[key])
-            target = planner.resolve_tensor(item).detach()
-            part = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            copies = _copies(chunk, dtype, part, target)
-            by_file.setdefault(chunk.file, []).extend(copies)
-        for file, wanted in by_file.items():
-            wanted.sort(key=lambda copy: copy.ranges[0].start)
-            ranges = [each for copy in wanted for each in copy.ranges]
-            with BlockReader(self._folder / file, self._index.files[file], ranges) as reader:
-                for copy in wanted:
-                    copy.run(reader)
-                    if self._progress is not None:
-                        self._progress(sum(map(len, copy.ranges)))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,29 +281,26 @@ class _Copy:
             target.copy_(values)
 
 
+Reading = dict[str, list[_Copy]]
+"""By file what is read from it, in rising order."""
+
+
+def _narrowed(values: Tensor, box: Box) -> Tensor:
+    for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        values = values.narrow(dim, start, size)
+    return values
+
+
 def _copies(chunk: StoredChunk, dtype: torch.dtype, part: Box, target: Tensor) -> Iterator[_Copy]:
     """``part`` of a stored chunk, cut so that none of the copies needs much memory on the way."""
     size = dtype.itemsize
     for piece in pieces(part, BLOCK_NBYTES // size):
-        inside = target
-        for dim, (start, length) in enumerate(zip(piece.within(part).offsets, piece.sizes, strict=True)):
-            inside = inside.narrow(dim, start, length)
+        inside = _narrowed(target, piece.within(part))
         ranges = [
             range(chunk.position + run.start * size, chunk.position + run.stop * size)
             for run in runs(chunk.box.sizes, piece)
         ]
         yield _Copy(ranges=ranges, dtype=dtype, target=inside)
-
-
-def _metadata_of(tensor: StoredTensor) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=tensor.dtype),
-        size=torch.Size(tensor.shape),
-        chunks=[
-            ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
-            for chunk in tensor.chunks
-        ],
-    )
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from mics.comm.emulated import emulated_cluster
 from mics.comm.group import GroupCollectives
+from mics.comm.host_group import HostGroup
 from mics.comm.lanes import LanedCollectives, Lanes
 from mics.comm.liveness import Liveness, start_liveness
 from mics.comm.protocol import Collectives
@@ -35,6 +37,7 @@ class World:
     liveness: Liveness | None = None
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[tuple[torch.device, bool], Lanes] = field(default_factory=dict)
+    _host: HostGroup | None = None
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank."""
@@ -116,14 +119,17 @@ class World:
                 own = self._groups[key]
         return own
 
-    def host_group(self) -> dist.ProcessGroup | None:
+    def host_group(self) -> HostGroup:
         """A group of all ranks for objects in host memory, apart from the training's; every rank calls it."""
-        if self.default_group is None:
-            return None
-        key = "host", tuple(range(self.size))
-        if key not in self._groups:
-            self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout(), backend="gloo")
-        return self._groups[key]
+        if self._host is None and (self.default_group is None or self.size == 1):
+            self._host = HostGroup()
+        elif self._host is None:
+            name = self.gather_objects(uuid4().hex)[
+                0
+            ]  # a store may outlive the process groups it is given to
+            store = PrefixStore(f"mics-host-{name}", _get_default_store())
+            self._host = HostGroup.join(store, rank=self.rank, size=self.size, timeout=self._timeout())
+        return self._host
 
     def collectives(
         self,

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from mics.train.config import TrainConfig
 from mics.train.data import Dealing
 from mics.train.ranks import Rank
 
+T = TypeVar("T")
 _JOB_FILE: Final = "job"
 _NO_JOB: Final = "none"
 """What torchrun calls a job that was given no --rdzv-id."""
@@ -67,15 +68,16 @@ class Checkpoints:
         candidates, own = self._candidates()
         first_error: mics.CheckpointError | None = None
         for folder in candidates:
+            place = _Place()
             try:
-                extra = mics.load(folder, self._model, self._optimizer, self._parts)
+                mics.load(folder, self._model, self._optimizer, {**self._parts, **place.parts()})
             except mics.CheckpointError as error:
                 first_error = first_error or error
                 self._tell(f"mics: warning: {error}")
                 continue
             if first_error is not None:
                 self._tell(f"mics: warning: going back to {folder}")
-            return self._resumed(folder, extra, own=own)
+            return self._resumed(folder, place, own=own)
         if first_error is not None:
             raise first_error
         return Resumed(step=0)
@@ -137,8 +139,8 @@ class Checkpoints:
         self._saved_step = step
         return self._saving.stall
 
-    def _resumed(self, folder: Path, extra: Mapping[str, Any], *, own: bool) -> Resumed:
-        step, dealing = extra["step"], Dealing(**extra["data"])
+    def _resumed(self, folder: Path, place: "_Place", *, own: bool) -> Resumed:
+        step, dealing = place.step.value, place.dealing.value
         if dealing.num_ranks != self._me.num_ranks:
             # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
             torch.manual_seed(self._config.seed + step)
@@ -158,11 +160,42 @@ class Checkpoints:
                 found = find_candidates(self._config, restarted=restarted, environ=os.environ)
             except mics.CheckpointError as error:
                 found = error
+            except OSError as error:
+                found = mics.CheckpointError(f"{self._config.checkpoint_dir}: could not be read: {error}")
         found = world.gather_objects(found)[0]
         if isinstance(found, mics.CheckpointError):
             raise found
         assert found is not None
         return found
+
+
+class _Checked(Generic[T]):
+    """A value that is taken from a checkpoint if it makes sense; else the load fails, on all ranks."""
+
+    def __init__(self, check: Callable[[Any], T]) -> None:
+        self._check = check
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = self._check(state)
+
+
+class _Place:
+    """Where in a run a checkpoint was made."""
+
+    def __init__(self) -> None:
+        self.step = _Checked(lambda step: _count(step, least=0))
+        self.dealing = _Checked(
+            lambda data: Dealing(**{name: _count(number, least=1) for name, number in data.items()})
+        )
+
+    def parts(self) -> dict[str, Any]:
+        return {"step": self.step, "data": self.dealing}
+
+
+def _count(value: Any, *, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"expected a number from {least} on, found {value!r:.60}")
+    return value
 
 
 def find_candidates(
@@ -211,7 +244,7 @@ def _same_job(folder: Path, *, restarted: bool, environ: Mapping[str, str]) -> b
     if job == _NO_JOB:
         return restarted
     file = folder / _JOB_FILE
-    return file.is_file() and file.read_text().strip() == job
+    return file.is_file() and file.read_text(errors="replace").strip() == job
 
 
 def _note_job(config: TrainConfig, environ: Mapping[str, str]) -> None:

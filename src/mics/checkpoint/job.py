@@ -1,0 +1,134 @@
+"""Writing a checkpoint: the steps that all ranks take together, from a plan to a folder with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+import mics.checkpoint.folders as folders
+from mics.checkpoint.contents import MODEL, Contents, Part
+from mics.checkpoint.index import Index, StoredChunk, StoredTensor, write_index
+from mics.checkpoint.stock_values import StockValues
+from mics.checkpoint.together import together
+from mics.checkpoint.torch_format import FileReport, PartWriter
+from mics.comm.host_group import HostGroup
+from mics.comm.world import World
+from mics.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that is written, gathered while the model stood still."""
+
+    root: Path
+    folder: Path
+    step: int | None
+    keep: int | None
+    rank: int
+    world: World
+    host: HostGroup
+    parts: Sequence[Part]
+    contents: Contents
+    about: dict[str, Any]
+    param_groups: list[dict[str, Any]] | None
+    module_state: dict[str, Any]
+    state: bytes  # this rank's own
+    values: StockValues  # for DCP's readers; on the first rank
+    ready: torch.cuda.Event | None = None  # when the parts are copied
+    progress: Callable[[int], None] | None = None  # told how many bytes are written next
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, as the checkpoint has them."""
+        return {MODEL + a: MODEL + b for a, b in self.contents.aliases.items()}
+
+    def run(self) -> None:
+        """Write it. Raises the same error on all ranks."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        writer = PartWriter(
+            folders.partial_of(self.folder),
+            self.parts,
+            rank=self.rank,
+            state=self.state,
+            aliases=self.aliases,
+            values=self.values,
+            progress=self.progress,
+        )
+        try:
+            with self.world.naming("save", str(self.folder)):
+                self._write(writer)
+        except BaseException:
+            if self.rank == 0:
+                folders.abandon(self.folder)
+            raise
+
+    def _write(self, writer: PartWriter) -> None:
+        self._together(lambda: self._begin() if self.rank == 0 else None)
+        plan = self._together(writer.plan)
+        plans = self.host.gather(plan)
+        metadata = self._together(lambda: None if plans is None else writer.describe(plans))
+        reports = self.host.gather(self._together(lambda: writer.write(plan)))
+        if metadata is None or reports is None:
+            self._together(lambda: None)
+        else:
+            self._together(lambda: self._publish(writer, metadata, reports))
+
+    def _begin(self) -> None:
+        if self.step is not None:
+            folders.sweep(self.root)
+        folders.begin(self.folder)
+
+    def _publish(self, writer: PartWriter, metadata: Metadata, reports: Sequence[FileReport]) -> None:
+        writer.finish(metadata, reports)
+        write_index(writer.folder, self._index(reports))
+        folders.publish(self.folder)
+        if self.step is not None:
+            folders.point_latest(self.root, self.folder.name)
+            folders.prune(self.root, self.keep)
+
+    def _index(self, reports: Sequence[FileReport]) -> Index:
+        files = {name: file for report in reports for name, file in report.files.items()}
+        partial = folders.partial_of(self.folder)
+        for name, file in files.items():
+            found = (partial / name).stat().st_size if (partial / name).exists() else None
+            if found != file.nbytes:
+                raise CheckpointError(
+                    f"{partial / name}: expected the {file.nbytes:,} bytes that a rank wrote, found "
+                    f"{found}; is this a folder that all nodes share?"
+                )
+        chunks: dict[str, list[StoredChunk]] = {}
+        tensors: dict[str, StoredTensor] = {}
+        for report in reports:
+            tensors.update(report.tensors)
+            for index, _, chunk in report.chunks:
+                if chunk is not None:
+                    chunks.setdefault(index.fqn, []).append(chunk)
+        return Index(
+            tensors={
+                name: replace(tensor, chunks=tuple(chunks.get(name, ()))) for name, tensor in tensors.items()
+            },
+            files=files,
+            aliases=self.aliases,
+            about=self.about,
+            param_groups=self.param_groups,
+            module_state=self.module_state,
+        )
+
+    def _together(self, action: Callable[[], T]) -> T:
+        return together(self.host, "mics.save", action, self._failed)
+
+    def _failed(self, rank: int, error: Exception) -> CheckpointError:
+        what = error.strerror if isinstance(error, OSError) else None
+        return CheckpointError(
+            f"{self.folder}: rank {rank} could not write its part: "
+            f"{what or f'{type(error).__name__}: {error}'}. What was there before is still there; "
+            "make room or mend the folder, and save again"
+        )
