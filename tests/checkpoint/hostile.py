@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,9 @@ def loads_or_refuses(folder: Path, target: Trained, given: dict[str, Any] | None
     assert str(folder) in said
     assert same(everything(target), before)
     return False
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """A copy to alter."""
+    shutil.copytree(folder, tmp_path / "c", dirs_exist_ok=True)
+    return tmp_path / "c"
