@@ -55,6 +55,11 @@ class UnitLayout:
         return self.numel // self.num_chunks
 
     @property
+    def is_undivided(self) -> bool:
+        """Whether one rank has all of it."""
+        return self.num_chunks == self.num_pieces == 1
+
+    @property
     def piece_numel(self) -> int:
         return self.chunk_numel // self.num_pieces
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.boundary import Boundary
 from mics.errors import SettingsError
-from mics.guard import ShardTensor, plainly
+from mics.guard import ShardTensor, guard_initialisers, plainly
 from mics.optimizer_state import make_contiguous
 from mics.unit import Unit
 
@@ -310,4 +310,5 @@ def _install_hooks() -> None:
         register_optimizer_step_pre_hook(_meet)
         # torch has no hook for loading on all optimizers, as it has for stepping.
         setattr(Optimizer, "load_state_dict", wraps(_original_load)(_load_state_dict))  # noqa: B010
+        guard_initialisers()
         _hooks_installed = True

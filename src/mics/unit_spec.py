@@ -92,7 +92,8 @@ class Share:
         for slot in spec.layout.slots:
             overlap = slot.overlap(span)
             piece = own[overlap.start - span.start : overlap.stop - span.start]
-            views.append(piece.view(-1, *[1] * (len(slot.shape) - 1)))
+            alone = spec.layout.is_undivided
+            views.append(piece.view(slot.shape if alone else (-1, *[1] * (len(slot.shape) - 1))))
         return views
 
     def layouts_of(self, spec: UnitSpec) -> list[Layout]:
@@ -104,6 +105,13 @@ class Share:
         for slot, ref in zip(spec.layout.slots, spec.refs, strict=True):
             overlap = slot.overlap(span)
             start, stop = overlap.start - slot.start, overlap.stop - slot.start
-            part = Part(name=ref.name, shape=slot.shape, start=start, stop=max(start, stop), counts=counts)
+            part = Part(
+                name=ref.name,
+                shape=slot.shape,
+                start=start,
+                stop=max(start, stop),
+                counts=counts,
+                alone=spec.layout.is_undivided,
+            )
             layouts.append(Layout((part,)))
         return layouts

@@ -21,6 +21,7 @@ class Part:
     start: int
     stop: int
     counts: bool  # whether this rank counts these elements: replicas of them must not count twice
+    alone: bool = False  # this rank is the world: its piece is the whole tensor, in its own shape
     padding: int = 0  # elements behind them that nobody counts
 
     @property
@@ -30,6 +31,8 @@ class Part:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """``[n, 1, ...]``: as many dims as the whole tensor has, and one at least."""
+        if self.alone:
+            return self.shape
         return (self.stop - self.start + self.padding, *[1] * (len(self.shape) - 1))
 
 

@@ -41,7 +41,7 @@ def run_plainly(function: Callable[P, R]) -> Callable[P, R]:
 
 # What these say of a piece is true of it as a tensor; all other functions are watched.
 _DESCRIBE = {
-    "size", "dim", "stride", "storage_offset", "element_size", "is_contiguous", "__len__",
+    "size", "dim", "ndimension", "stride", "storage_offset", "element_size", "is_contiguous", "__len__",
     "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_set_to",
     "is_same_size", "get_device", "dim_order", "untyped_storage", "has_names", "_is_view", "is_conj", "is_neg",
     "result_type", "can_cast", "promote_types",
@@ -166,6 +166,10 @@ class ShardTensor(Tensor):
             piece.check_kept()
         for piece in pieces:
             piece._prepare()
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(func, pieces[0], args)
+        if all(piece.shard_layout.parts[0].alone for piece in pieces):
+            return _run_whole(func, name, pieces, args, kwargs)
         return _watch(func, name, pieces, args, kwargs)
 
 
@@ -224,6 +228,21 @@ def show_plain(param: nn.Parameter) -> None:
 
 def show_guarded(param: nn.Parameter) -> None:
     param.__class__ = ShardParameter
+
+
+_orthogonal: Callable[..., Tensor] = nn.init.orthogonal_
+
+
+@wraps(_orthogonal)
+def _orthogonal_of_whole(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(tensor, ShardTensor) and not tensor.shard_layout.parts[0].alone:
+        raise refusal("orthogonal_", tensor.shard_layout, "it has another shape than the whole")
+    return _orthogonal(tensor, *args, **kwargs)
+
+
+def guard_initialisers() -> None:
+    """The other initialisers fail on pieces by themselves; this one divides by their number of rows first."""
+    nn.init.orthogonal_ = _orthogonal_of_whole
 
 
 def norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -328,6 +347,27 @@ def _check_trainable(param: ShardParameter, wanted: bool) -> None:
         )
 
 
+def _unscale(func: Any, piece: ShardTensor, args: tuple[Any, ...]) -> None:
+    """torch's GradScaler: a rank that overflowed must make every rank skip the step."""
+    with plainly():
+        func(*args)
+    piece._owner().agree_found_inf(args[1])
+
+
+def _run_whole(
+    func: Any, name: str, pieces: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One rank is the world: its pieces are whole tensors."""
+    if torch.is_grad_enabled() and not _is_write(func, name, kwargs) and func is not torch.autograd.grad:
+        entries = {id(p): _enter(p) for p in pieces if isinstance(p, ShardParameter) and _needs_grad(p)}
+        args, kwargs = _replaced(args, entries), _replaced(kwargs, entries)
+    if func is torch.autograd.grad:
+        return _watch(func, name, pieces, args, kwargs)
+    with plainly():
+        result = func(*args, **kwargs)
+        return result.as_subclass(Tensor) if type(result) is ShardTensor else result
+
+
 def _watch(
     func: Any, name: str, pieces: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -337,8 +377,6 @@ def _watch(
             "torch.autograd.grad of sharded parameters: expected tensors of the graph, found this rank's pieces, "
             "which no loss is made of; call loss.backward() and read p.grad or mics.full_gradients(model)"
         )
-    if name == "ndimension":  # nothing but torch.nn.init asks for it, and goes on to lay out a matrix
-        raise refusal("initialisation", layout, "it has another shape than the whole")
     if name in _READS_ONE and layout.whole_numel == 1:
         return func(pieces[0].full_tensor(), *args[1:], **kwargs)
     try:
@@ -348,10 +386,6 @@ def _watch(
             raise
         # The shape of a piece is not that of the whole, so what torch says of it may be true of one rank alone.
         raise refusal(name, layout, f"torch says: {error}") from error
-    if name == "_amp_foreach_non_finite_check_and_unscale_":
-        # torch's GradScaler: a rank that overflowed must make every rank skip the step.
-        pieces[0]._owner().agree_found_inf(args[1])
-        return result
     for tensor, found in watch.written:
         if type(tensor) is Tensor:
             ShardTensor.guard(tensor, found, pieces[0].shard_owner)
