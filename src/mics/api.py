@@ -387,9 +387,12 @@ def _build_sites(
             )
         )
     scheduled += _holders_elsewhere(settings.sites, scheduled)
-    if not any(site.module is model for site in scheduled):
-        # The root is always followed: its outputs are where backward begins.
-        scheduled.append(ScheduledSite(name="", module=model, units=[]))
+    followed = {id(site.module) for site in scheduled}
+    for name, module in model.named_modules():
+        # The root is always followed: its outputs are where backward begins. An encoder reads weights of its
+        # first layer before it calls it.
+        if id(module) not in followed and (module is model or isinstance(module, nn.TransformerEncoder)):
+            scheduled.append(ScheduledSite(name=name, module=module, units=[]))
     return scheduled, memory.gradients
 
 

@@ -230,19 +230,26 @@ def show_guarded(param: nn.Parameter) -> None:
     param.__class__ = ShardParameter
 
 
-_orthogonal: Callable[..., Tensor] = nn.init.orthogonal_
-
-
-@wraps(_orthogonal)
-def _orthogonal_of_whole(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if isinstance(tensor, ShardTensor) and not tensor.shard_layout.parts[0].alone:
-        raise refusal("orthogonal_", tensor.shard_layout, "it has another shape than the whole")
-    return _orthogonal(tensor, *args, **kwargs)
+_CONSTANTS = {"zeros_", "ones_", "constant_"}  # initialisers that do not look at shapes
 
 
 def guard_initialisers() -> None:
-    """The other initialisers fail on pieces by themselves; this one divides by their number of rows first."""
-    nn.init.orthogonal_ = _orthogonal_of_whole
+    """Have ``torch.nn.init`` refuse pieces: some of it skips empty ones, or divides by their number of rows."""
+    for name, initialise in list(vars(nn.init).items()):
+        is_public = name.endswith("_") and not name.startswith("_") and callable(initialise)
+        if is_public and name not in _CONSTANTS and not hasattr(initialise, "__wrapped__"):
+            setattr(nn.init, name, _of_whole(initialise))
+
+
+def _of_whole(initialise: Callable[P, R]) -> Callable[P, R]:
+    @wraps(initialise)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        piece = next(pieces_in((args, kwargs)), None)
+        if piece is not None and not piece.shard_layout.parts[0].alone:
+            raise refusal(initialise.__name__, piece.shard_layout, "it has another shape than the whole")
+        return initialise(*args, **kwargs)
+
+    return checked
 
 
 def norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
