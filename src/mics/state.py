@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mics.comm.journal import calling, collective_call, in_call
 from mics.engine import Engine, engine_of
 from mics.errors import SettingsError
 from mics.unit import Unit
 from mics.unit_gradients import GradState
 
 
+@collective_call
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
     """The model's state dict with whole tensors, parameters in master precision.
 
@@ -45,6 +47,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     return state
 
 
+@collective_call
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> Any:
@@ -62,6 +65,7 @@ def load_full_state_dict(
     return model.load_state_dict(_receive(model, engine, state_dict), strict=strict)
 
 
+@collective_call
 def full_gradients(
     model: nn.Module, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, Tensor | None]:
@@ -91,6 +95,7 @@ def _step_gradient(unit: Unit) -> Tensor:
     return torch.zeros_like(unit.master, dtype=unit.spec.grad_dtype)
 
 
+@collective_call
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, dict[str, Any]]:
@@ -137,7 +142,8 @@ def summon(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
         raise SettingsError(
             "mics.summon: expected a sharded model, found one already summoned; do not nest summon"
         )
-    flats = [unit.full_of_masters(unit.master) for unit in engine.units]
+    with calling("mics.summon_full_params"):
+        flats = [unit.full_of_masters(unit.master) for unit in engine.units]
     schedule.suspended = True
     try:
         for unit, flat in zip(engine.units, flats, strict=True):
@@ -203,7 +209,7 @@ def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | N
         if state_dict is not None:
             _check_shape(name, state_dict[name], whole)
             whole.copy_(state_dict[name])
-        engine.mesh.world.broadcast(whole, f"state {name!r}")
+        engine.mesh.world.broadcast(whole, in_call(f"state {name!r}"))
         if unit is not None and slot is not None:
             span = unit.share.master_span(unit.spec)
             overlap = slot.overlap(span)

@@ -28,6 +28,7 @@ from mics.checkpoint.random_state import restore_random_state
 from mics.checkpoint.save import check_real, finish_saving
 from mics.checkpoint.torch_format import IndexReader, PartLoadPlanner, rank_file
 from mics.checkpoint.values import decode
+from mics.comm.journal import collective_call
 from mics.contiguous import Contiguous
 from mics.engine import Engine, engine_of
 from mics.errors import CheckpointError
@@ -35,6 +36,7 @@ from mics.errors import CheckpointError
 _LOG: Final = logging.getLogger("mics")
 
 
+@collective_call
 def load(
     path: str | Path,
     model: nn.Module,
@@ -332,7 +334,7 @@ def _stored(index: Index, name: str) -> StoredTensor:
 def _read(folder: Path, index: Index, parts: list[tuple[Part, str]], engine: Engine) -> None:
     group = engine.world.host_group()
     try:
-        with engine.world.naming("load", str(folder)), warnings.catch_warnings():
+        with engine.world.naming("load", str(folder), group), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_load(
                 {},

@@ -42,6 +42,7 @@ from mics.checkpoint.stock_values import StockValues, stock_values
 from mics.checkpoint.torch_format import FileReport, PartSavePlanner, PartWriter
 from mics.checkpoint.values import encode
 from mics.comm.emulated import emulated_cluster
+from mics.comm.journal import collective_call
 from mics.comm.world import World
 from mics.engine import Engine, engine_of
 from mics.errors import CheckpointError, SettingsError
@@ -79,6 +80,7 @@ _running: set[Saving] = set()  # all that have not ended, whether or not their m
 _staging: weakref.WeakKeyDictionary[Engine, Staging] = weakref.WeakKeyDictionary()
 
 
+@collective_call
 def save(
     path: str | Path,
     model: nn.Module,
@@ -196,7 +198,7 @@ class Job:
             values=self.values,
         )
         try:
-            with self.world.naming("save", str(self.folder)):
+            with self.world.naming("save", str(self.folder.absolute()), self.group):
                 self._write(writer)
         except CheckpointException as error:
             self._give_up()

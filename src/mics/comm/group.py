@@ -14,8 +14,9 @@ from torch.distributed import distributed_c10d
 from mics.comm.emulated.group import EmulatedGroup
 from mics.comm.liveness import Liveness
 from mics.comm.protocol import Job, Pairs
+from mics.comm.roll_call import RollCall
 from mics.comm.traffic import TrafficCounter
-from mics.errors import CollectiveError
+from mics.errors import CollectiveError, MicsError
 
 # Not among torch's public names, unlike the options of the other collectives.
 _GatherOptions: Any = distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
@@ -44,17 +45,18 @@ class GroupCollectives:
         axis: str,
         counter: TrafficCounter,
         liveness: Liveness | None,
+        purpose: str = "",
         exchange: bool = False,
     ) -> None:
         self._exchange = exchange  # everybody sends to everybody: one hop in place of a ring's many
         self._group = group  # None: a world of one process that never called init_process_group
         self._axis = axis
         self._counter = counter
-        self._liveness = liveness
         self._size = 1 if group is None else dist.get_world_size(group)
         self._position = 0 if group is None else dist.get_rank(group)
         self.is_real = not isinstance(group, EmulatedGroup)  # gloo then, as far as CPU tensors go
         self._staging: dict[str, Tensor] = {}  # uint8 [largest buffer exchanged], by use
+        self._roll_call = None if liveness is None or group is None else RollCall(liveness, group, purpose)
 
     @property
     def size(self) -> int:
@@ -223,12 +225,18 @@ class GroupCollectives:
         self._counter.add(self._axis, kind, nbytes)
 
     def _call(self, kind: str, label: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self._liveness is not None:
-            self._liveness.enter(kind, label)
+        roll_call = self._roll_call
+        if roll_call is not None:
+            roll_call.enter(kind, label)
         try:
+            given = args[-1]  # a list of tensors where NCCL takes several
+            if roll_call is not None and isinstance(given, Tensor) and self._is_gloo(given):
+                roll_call.compare(kind, label, given.nbytes)
             collective(*args, group=self._group, **kwargs)
+        except MicsError:
+            raise
         except RuntimeError as error:
-            culprits = "" if self._liveness is None else self._liveness.explain()
+            culprits = "" if roll_call is None else roll_call.liveness.explain()
             members = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
             raise CollectiveError(
                 f"{kind} of {label} failed in the {self._axis} group of ranks {members}. {culprits}"

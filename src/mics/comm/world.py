@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from mics.comm.emulated import emulated_cluster
 from mics.comm.group import GroupCollectives
+from mics.comm.journal import in_call
 from mics.comm.lanes import LanedCollectives, Lanes
-from mics.comm.liveness import Liveness, start_liveness
+from mics.comm.liveness import Liveness
 from mics.comm.protocol import Collectives
+from mics.comm.roll_call import RollCall
 from mics.comm.traffic import TrafficCounter
 from mics.comm.two_stage import TwoStageCollectives
 from mics.errors import CollectiveError, MicsError, SettingsError
@@ -35,6 +38,7 @@ class World:
     liveness: Liveness | None = None
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[tuple[torch.device, bool], Lanes] = field(default_factory=dict)
+    _roll_calls: dict[dist.ProcessGroup, RollCall] = field(default_factory=dict)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank."""
@@ -43,22 +47,37 @@ class World:
         if emulated_cluster() is not None:
             return [value] * self.size  # imagined ranks say what this one says
         values: list[Any] = [None] * self.size
-        with self.naming("all-gather", "objects"):
+        with self.naming("all-gather", in_call("objects")):
             dist.all_gather_object(values, value)
         return values
 
     @contextmanager
-    def naming(self, kind: str, label: str) -> Iterator[None]:
-        """Collectives that torch runs for us: if one fails, the error names it and who is gone."""
-        if self.liveness is not None:
-            self.liveness.enter(kind, label)
+    def naming(self, kind: str, label: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Collectives that torch runs for us over ``group`` (None: the default one).
+
+        If one fails, the error names it and who is gone.
+        """
+        group = group or self.default_group
+        roll_call = self._roll_call(group)
         try:
+            if group is not None and roll_call is not None:
+                roll_call.enter(kind, label)
+                if any(device.type == "cpu" for device in group._device_types):
+                    roll_call.compare(kind, label)
             yield
         except MicsError:
             raise
         except RuntimeError as error:
             culprits = "" if self.liveness is None else self.liveness.explain()
             raise CollectiveError(f"{kind} of {label} failed. {culprits}The backend said: {error}") from error
+
+    def _roll_call(self, group: dist.ProcessGroup | None) -> RollCall | None:
+        if self.liveness is None or group is None:
+            return None
+        if group not in self._roll_calls:
+            purpose = next((key[0] for key, other in self._groups.items() if other is group), "")
+            self._roll_calls[group] = RollCall(self.liveness, group, purpose)
+        return self._roll_calls[group]
 
     def node_names(self) -> list[str]:
         """For every rank what tells its node from others: the launcher's node rank, else the host's name."""
@@ -87,8 +106,10 @@ class World:
         if alone or self.liveness is not None:
             return
         store = _get_default_store()
-        self.liveness = start_liveness(
-            PrefixStore("mics-liveness", store.clone() if hasattr(store, "clone") else store),
+        # What ranks of another life of this store wrote is not about these.
+        life = self.gather_objects(secrets.token_hex(4))[0]
+        self.liveness = Liveness(
+            PrefixStore(f"mics-liveness/{life}", store.clone() if hasattr(store, "clone") else store),
             rank=self.rank,
             world_size=self.size,
             timeout=self._timeout(),
@@ -122,7 +143,8 @@ class World:
             return None
         key = "host", tuple(range(self.size))
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout(), backend="gloo")
+            with self.naming("making", in_call("a group for objects")):
+                self._groups[key] = dist.new_group(list(key[1]), timeout=self._timeout(), backend="gloo")
         return self._groups[key]
 
     def collectives(
@@ -144,9 +166,14 @@ class World:
         def over(
             axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "", *, exchange: bool = False
         ) -> GroupCollectives:
-            group = self.group(groups, purpose if overlap else "")
+            purpose = purpose if overlap else ""
             return GroupCollectives(
-                group, axis=axis, counter=counter, liveness=self.liveness, exchange=exchange
+                self.group(groups, purpose),
+                axis=axis,
+                counter=counter,
+                liveness=self.liveness,
+                purpose=purpose,
+                exchange=exchange,
             )
 
         stages = [topology.stages(rank) for rank in range(self.size)]
@@ -180,6 +207,7 @@ class World:
             reduce=LanedCollectives(reduce, lanes, reductions),
             replication=LanedCollectives(replication, lanes, "replicas"),
             world=world,
+            liveness=self.liveness,
             lanes=lanes,
             staging=lambda: gather.staging_nbytes + reduce.staging_nbytes + replication.staging_nbytes,
             over_gloo=device.type == "cpu" and world.is_real,
@@ -216,6 +244,8 @@ class MeshCollectives:
     """Hop 2 and the new parameters, across the replication group."""
     world: Collectives
     """Everything else, where the caller stands."""
+    liveness: Liveness | None
+    """What ranks tell each other without a collective; None where there is nobody to tell."""
     lanes: Lanes
     staging: Callable[[], int]
     over_gloo: bool
