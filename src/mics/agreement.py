@@ -71,7 +71,7 @@ class Agreement:
         numbers = [float(digest), -float(digest), *self._settle_prefetch(), finder]
         self._mine.copy_(torch.tensor(numbers + flags))
         self._wire.copy_(self._mine, non_blocking=True)
-        self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
+        self._world.all_reduce(self._wire, "the boundary's agreement (optimizer.step)", maximum=True)
         self._theirs.copy_(self._wire, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()

@@ -43,6 +43,7 @@ from mics.state import shard_of_full
 from mics.topology import Topology
 from mics.unit import Unit, UnitMemory
 from mics.unit_spec import Share
+from mics.wrappers import refuse_wrappers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -310,6 +311,7 @@ def _build(
         recomputed=frozenset(itertools.compress(settings.blocks, settings.recomputed)),
     )
     attach_engine(model, engine)
+    refuse_wrappers(model)
     return model
 
 

@@ -71,15 +71,23 @@ def in_call(label: str) -> str:
 class Journal:
     """The collectives that this rank has joined in one group: how many, and the latest of them."""
 
-    __slots__ = ("count", "ranks", "recent")
-
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.count = 0
-        self.recent: deque[Action] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[tuple[int, Action]] = deque(maxlen=_NUM_RECENT)  # numbered from 1
+
+    def add(self, action: Action) -> None:
+        self.count += 1
+        self._recent.append((self.count, action))
 
     def account(self) -> Account:
-        return Account(ranks=self.ranks, count=self.count, recent=tuple(self.recent))
+        """As of now. Another thread may be adding: entries bring their numbers, so they fit together."""
+        try:
+            recent = tuple(self._recent)
+        except RuntimeError:  # one was added while they were read
+            return self.account()
+        count = recent[-1][0] if recent else 0
+        return Account(ranks=self.ranks, count=count, recent=tuple(action for _, action in recent))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
+from torch import nn
 from torch.distributed.distributed_c10d import Store
 
 from mics.comm.journal import (
@@ -36,6 +37,7 @@ from mics.comm.journal import (
     conflicts,
     differences,
     different_ways,
+    name_ranks,
     parted,
 )
 from mics.errors import CollectiveError
@@ -90,9 +92,8 @@ class Liveness:
             self._has_raised = True
             raise CollectiveError(f"{kind} of {label} was not begun. {self._verdict}")
         self._in = action = (kind, label)
+        journal.add(action)
         self._num_entered += 1
-        journal.count += 1
-        journal.recent.append(action)
 
     # -- what the others do -------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class Liveness:
         self._stop.set()
         self._thread.join(timeout=2 * _BEAT_SECONDS)
         if not self._thread.is_alive():  # else it waits for a store that does not answer, and so would we
-            self._publish()
+            self._publish("the end of the program")
             self._write(_LEFT)
 
     def _beat(self) -> None:
@@ -240,14 +241,15 @@ class Liveness:
 
     # -- the store ----------------------------------------------------------------------------------
 
-    def _publish(self) -> bool:
+    def _publish(self, place: str | None = None) -> bool:
         """Write down what this rank did in each of its groups, and where its program is."""
-        groups = {
-            key: (account.ranks, account.count, account.recent)
-            for key, account in ((key, journal.account()) for key, journal in self._journals.items())
-        }
-        text = json.dumps({"entered": self._num_entered, "place": _place(self._main), "groups": groups})
-        return self._set(f"account/{self._rank}", text)
+        entered = self._num_entered  # before the journals: who has gone on since is passed over
+        accounts = {key: journal.account() for key, journal in self._journals.items()}
+        groups = {key: (each.ranks, each.count, each.recent) for key, each in accounts.items()}
+        place = _place(self._main) if place is None else place
+        return self._set(
+            f"account/{self._rank}", json.dumps({"entered": entered, "place": place, "groups": groups})
+        )
 
     def _accounts(self, ranks: Sequence[int]) -> tuple[dict[int, Accounts], dict[int, str]]:
         """What these ranks wrote down and where their programs are, of those that have not gone on since."""
@@ -293,19 +295,31 @@ def _verdict(headline: str, clauses: Sequence[str], places: Mapping[int, str]) -
     """Sentences on how ranks differ, where their programs are, and what to do."""
     more = [] if len(clauses) <= _MAX_DIFFERENCES else [f"and {len(clauses) - _MAX_DIFFERENCES} more"]
     found = "; ".join([*clauses[:_MAX_DIFFERENCES], *more])
-    known = [f"rank {rank} at {place}" for rank, place in places.items() if place][:_MAX_PLACES]
+    at: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        if place:
+            at.setdefault(place, []).append(rank)
+    known = [f"{name_ranks(ranks)} at {place}" for place, ranks in at.items()][:_MAX_PLACES]
     where = f" ({', '.join(known)})" if known else ""
     return f"{headline}: {found}{where}. {SAME_CALLS}. "
 
 
 def _place(thread: int | None) -> str:
-    """The line that a thread is at, of code that is neither ours nor torch's nor Python's own."""
+    """The line that a thread is at, of code that is neither ours nor torch's nor Python's own.
+
+    Of the program, not of a model that it calls: that is the same on all ranks.
+    """
+    place = ""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        module = frame.f_globals.get("__name__", "")
+        if module == nn.Module.__module__:
+            place = ""
+        elif not place and module.partition(".")[0] not in _NOT_THE_USERS:
+            code = frame.f_code
+            place = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
-    return ""
+    return place
 
 
 def _next(ranks: Sequence[int], rank: int) -> int:
