@@ -9,7 +9,7 @@ from mics.comm.journal import Accounts, Journal, conflicts, differences, name_ra
 
 
 def _accounts(ranks: tuple[int, ...], labels: str) -> Accounts:
-    journal = Journal(ranks)
+    journal = Journal(ranks, lambda: None)
     for label in labels:
         journal.add(("all-gather", label))
     return {"gather": journal.account()}

@@ -71,8 +71,9 @@ def in_call(label: str) -> str:
 class Journal:
     """The collectives that this rank has joined in one group: how many, and the latest of them."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], break_off: Callable[[], None]) -> None:
         self.ranks = tuple(ranks)
+        self.break_off = break_off  # have everything fail that waits in this group
         self.count = 0
         self._recent: deque[tuple[int, Action]] = deque(maxlen=_NUM_RECENT)  # numbered from 1
 

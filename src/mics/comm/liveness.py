@@ -5,11 +5,12 @@ therefore counts up in the store once a second, together with the collective it 
 collective failed watches the counters for a moment: the ones that stand still are dead or stopped. If none
 does, it compares what each rank did in each group (journal.py), and says which call is missing where.
 
-On a GPU a collective does not fail, it waits. There each rank also listens to its neighbours: one that has
-been silent for the timeout is dead, one that did something else at the same place went another way.
+A rank that has joined nothing for a moment also compares its journals with those of its neighbours: one that
+did something else at the same place went another way, and no waiting will mend that. On a GPU a collective
+does not fail, it waits; there a neighbour that has been silent for the timeout is dead.
 
 The first rank to find out leaves its verdict in the store. All others raise it at their next collective, or
-name it when theirs fails; those that wait inside the GPU runtime print it and exit.
+have the one fail that they wait in; those that wait inside the GPU runtime print it and exit.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from torch import nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.distributed_c10d import Store
 
 from mics.comm.journal import (
@@ -36,10 +39,10 @@ from mics.comm.journal import (
     Journal,
     conflicts,
     differences,
-    different_ways,
     name_ranks,
     parted,
 )
+from mics.comm.messages import break_off
 from mics.errors import CollectiveError
 
 _BEAT_SECONDS: Final = 1.0
@@ -71,6 +74,7 @@ class Liveness:
         self._num_entered = 0
         self._verdict = ""  # why no collective can succeed any more
         self._has_raised = False
+        self._heard, self._heard_at = "", time.monotonic()  # of the next rank
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="mics-liveness", daemon=True)
@@ -79,11 +83,13 @@ class Liveness:
 
     # -- what this rank does ------------------------------------------------------------------------
 
-    def journal(self, purpose: str, ranks: Sequence[int]) -> Journal:
-        """This rank's journal of the group of ``ranks`` for ``purpose``."""
+    def journal(self, purpose: str, group: ProcessGroup) -> Journal:
+        """This rank's journal of a group, of which there is one for each ``purpose`` and set of ranks."""
+        ranks = get_process_group_ranks(group)
         key = f"{purpose}:{','.join(map(str, ranks))}"
         if key not in self._journals:
-            self._journals = {**self._journals, key: Journal(ranks)}  # the heartbeat iterates over them
+            journal = Journal(ranks, partial(break_off, group))
+            self._journals = {**self._journals, key: journal}  # the heartbeat iterates over them
         return self._journals[key]
 
     def enter(self, journal: Journal, kind: str, label: str) -> None:
@@ -100,6 +106,8 @@ class Liveness:
     def explain(self) -> str:
         """Sentences on the ranks that are gone or elsewhere, after watching for a few beats."""
         self._has_raised = True
+        if self._verdict:
+            return self._verdict
         answers: list[str] = []
         # Beside us: over a network that is cut the store neither answers nor fails.
         asking = threading.Thread(target=lambda: answers.append(self._ask()), name="mics-ask", daemon=True)
@@ -111,14 +119,6 @@ class Liveness:
             f"The store has not answered for {_ASK_SECONDS:.0f} s: the network between this node and the one "
             "of rank 0 is probably cut. "
         )
-
-    def different_ways(self, journal: Journal, done: Mapping[Action, Sequence[int]]) -> CollectiveError:
-        """The error for members of one group that are about to do different things."""
-        self._has_raised = True
-        places = self.exchange(f"way/{journal.count}", _place(self._main), journal.ranks)
-        text = _verdict(_PARTED, [different_ways(done)], places)
-        self._pronounce(text)
-        return CollectiveError(text)
 
     def exchange(self, key: str, value: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
         """``value`` of each rank that gives one under this key within a few beats; no collective."""
@@ -188,28 +188,30 @@ class Liveness:
 
     def _beat(self) -> None:
         count = 0
-        neighbour = (self._rank + 1) % self._world_size
-        heard, heard_at = "", time.monotonic()
         entered, entered_at = 0, time.monotonic()
         while self._write(str(count)) and not self._stop.wait(_BEAT_SECONDS):
             count += 1
+            now = time.monotonic()
             if self._read("asked"):
                 self._publish()
                 self._verdict = self._verdict or self._read("verdict")
-            if not self._on_gpu:
-                continue
-            now = time.monotonic()
-            beat = self._read(f"beat/{neighbour}")
-            if beat != heard or beat.startswith(_LEFT):
-                heard, heard_at = beat, now
-            elif now - heard_at > self._max_silence:
-                self._pronounce(
-                    f"rank {neighbour} ({_describe(beat)}) has been silent for {self._max_silence:.0f} s. "
-                )
+            if self._on_gpu:
+                self._listen(now)
             if self._num_entered != entered:
                 entered, entered_at = self._num_entered, now
             elif now - entered_at > _WATCHED_BEATS * _BEAT_SECONDS:
                 self._watch(now - entered_at)
+
+    def _listen(self, now: float) -> None:
+        """Has the next rank been silent for too long?"""
+        neighbour = (self._rank + 1) % self._world_size
+        beat = self._read(f"beat/{neighbour}")
+        if beat != self._heard or beat.startswith(_LEFT):
+            self._heard, self._heard_at = beat, now
+        elif now - self._heard_at > self._max_silence:
+            self._pronounce(
+                f"rank {neighbour} ({_describe(beat)}) has been silent for {self._max_silence:.0f} s. "
+            )
 
     def _watch(self, seconds: float) -> None:
         """This rank has joined nothing for so long: have the others of its groups gone another way?"""
@@ -220,13 +222,18 @@ class Liveness:
         # Where a group is not at one place, two members next to each other are not.
         nexts = {_next(journal.ranks, self._rank) for journal in self._journals.values()}
         found = differences(self._accounts([self._rank, *nexts])[0])
-        if conflicts(found) or (found and seconds > self._patience):
+        if conflicts(found) or (self._on_gpu and found and seconds > self._patience):
             self._judge(range(self._world_size))
 
     def _leave(self) -> None:
-        """End this process: its main thread waits inside the GPU runtime for peers that will never come."""
+        """End what this rank waits for in vain."""
         if self._has_raised:
             return
+        if not self._on_gpu:
+            for journal in self._journals.values():
+                journal.break_off()
+            return
+        # The main thread waits inside the GPU runtime: nothing but leaving helps.
         kind, label = self._in
         print(
             f"mics: rank {self._rank}: {self._verdict} This rank's latest collective was {kind} of {label}. "

@@ -20,8 +20,8 @@ from mics.comm.group import GroupCollectives
 from mics.comm.journal import in_call
 from mics.comm.lanes import LanedCollectives, Lanes
 from mics.comm.liveness import Liveness
+from mics.comm.messages import meet, tag_of
 from mics.comm.protocol import Collectives
-from mics.comm.roll_call import RollCall
 from mics.comm.traffic import TrafficCounter
 from mics.comm.two_stage import TwoStageCollectives
 from mics.errors import CollectiveError, MicsError, SettingsError
@@ -38,7 +38,6 @@ class World:
     liveness: Liveness | None = None
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
     _lanes: dict[tuple[torch.device, bool], Lanes] = field(default_factory=dict)
-    _roll_calls: dict[dist.ProcessGroup, RollCall] = field(default_factory=dict)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank."""
@@ -58,26 +57,18 @@ class World:
         If one fails, the error names it and who is gone.
         """
         group = group or self.default_group
-        roll_call = self._roll_call(group)
         try:
-            if group is not None and roll_call is not None:
-                roll_call.enter(kind, label)
+            if group is not None and self.liveness is not None:
+                purpose = next((key[0] for key, other in self._groups.items() if other is group), "")
+                self.liveness.enter(self.liveness.journal(purpose, group), kind, label)
                 if any(device.type == "cpu" for device in group._device_types):
-                    roll_call.compare(kind, label)
+                    meet(tag_of(kind, label), group=group)
             yield
         except MicsError:
             raise
         except RuntimeError as error:
             culprits = "" if self.liveness is None else self.liveness.explain()
             raise CollectiveError(f"{kind} of {label} failed. {culprits}The backend said: {error}") from error
-
-    def _roll_call(self, group: dist.ProcessGroup | None) -> RollCall | None:
-        if self.liveness is None or group is None:
-            return None
-        if group not in self._roll_calls:
-            purpose = next((key[0] for key, other in self._groups.items() if other is group), "")
-            self._roll_calls[group] = RollCall(self.liveness, group, purpose)
-        return self._roll_calls[group]
 
     def node_names(self) -> list[str]:
         """For every rank what tells its node from others: the launcher's node rank, else the host's name."""
