@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -9,6 +11,7 @@ from typing import Final
 import torch
 
 from mics.audit import elsewhere
+from mics.comm.journal import SAME_CALLS
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError, ReplicaError
 from mics.plans import Prefetch
@@ -51,6 +54,9 @@ class Agreement:
         self._wire = torch.zeros(numel, dtype=torch.float32, device=device)
         self._arrived = torch.cuda.Event() if pin else None
         self._pending = False
+        self._liveness = mesh.liveness
+        self._log: list[int] = []  # what the digest of the latest exchange was made of
+        self._num_exchanges = 0
 
     def exchange(self, difference: ReplicaError | None) -> None:
         """Send this rank's account of the steps since the last boundary, and raise what its audit found.
@@ -58,19 +64,18 @@ class Agreement:
         After telling the others: those whose own replicas are equal would go on and wait for this rank.
         """
         self.check()
-        digest = 0 if self.schedule is None else self.schedule.digest
+        digest, self._log = (0, []) if self.schedule is None else self.schedule.log.take()
+        self._num_exchanges += 1
         flags = [float(used) for unit in self._units for used in unit.gradients.used]
         finder = 0.0 if difference is None else 1.0 + self._world.position
         numbers = [float(digest), -float(digest), *self._settle_prefetch(), finder]
         self._mine.copy_(torch.tensor(numbers + flags, dtype=torch.float32, device="cpu"))
         self._wire.copy_(self._mine, non_blocking=True)
-        self._world.all_reduce(self._wire, "the boundary's agreement", maximum=True)
+        self._world.all_reduce(self._wire, "the boundary's agreement (optimizer.step)", maximum=True)
         self._theirs.copy_(self._wire, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
         self._pending = True
-        if self.schedule is not None:
-            self.schedule.digest = 0
         if difference is not None:
             raise difference
         if self._arrived is None:
@@ -107,15 +112,28 @@ class Agreement:
         if highest != lowest:
             raise MicsError(
                 "ranks gathered or reduced different units, or in a different order, since the last "
-                "optimizer "
-                "step, so parameters and gradients are not to be trusted. Expected every rank to "
-                "call the same "
-                "modules in the same order; look for layers skipped or chosen by rank or by data"
+                "optimizer step, so parameters and gradients are not to be trusted"
+                f"{self._first_difference()}. {SAME_CALLS}"
             )
-
         finder = int(self._theirs[4].item())
         if finder:
             raise elsewhere(finder - 1)
+
+    def _first_difference(self) -> str:
+        """Where the ranks' logs part. All ranks come here or none, and tell each other through the store."""
+        if self._liveness is None or self.schedule is None:
+            return ""
+        mine = json.dumps(self._log)
+        digest = hashlib.sha256(mine.encode()).hexdigest()[:16]
+        key = f"log/{self._num_exchanges}"
+        ranks_of: dict[str, list[int]] = {}
+        for rank, theirs in self._liveness.exchange(key, digest).items():
+            ranks_of.setdefault(theirs, []).append(rank)
+        groups = [tuple(ranks) for ranks in ranks_of.values()]
+        entries = self._liveness.exchange(f"{key}/entries", mine, [ranks[0] for ranks in groups])
+        logs = {ranks: json.loads(entries.get(ranks[0], "[]")) for ranks in groups}
+        found = self.schedule.log.first_difference(logs)
+        return f": {found}" if found else ""
 
     def used(self, unit: Unit, index: int) -> bool:
         """Whether any rank got a gradient for this parameter (after :meth:`settle`)."""

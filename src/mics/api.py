@@ -47,6 +47,7 @@ from mics.state import shard_of_full
 from mics.topology import Topology
 from mics.unit import Unit, UnitMemory
 from mics.unit_spec import Share
+from mics.wrappers import refuse_wrappers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -352,6 +353,7 @@ def _build(
     refuse_conversions(model)
     follow_usual_methods(schedule)
     members.check()
+    refuse_wrappers(model)
     return model
 
 

@@ -131,7 +131,7 @@ class ReplicaAudit:
         """A difference in one replication group is an error in all: they would wait for its ranks."""
         finder = 0.0 if difference is None else 1.0 + self._world.position
         flag = torch.tensor(finder, dtype=torch.float32, device=self._device)
-        self._world.all_reduce(flag, "whether replicas differ", maximum=True)
+        self._world.all_reduce(flag, "whether replicas differ (mics.audit)", maximum=True)
         if difference is not None:
             raise difference
         if flag.item():
@@ -175,7 +175,7 @@ class ReplicaAudit:
         """Carry edits to all replicas, as the next gather would: those of any rank, for all do the same."""
         changed = [float(unit.masters_changed()) for unit in self._units]
         edited = torch.tensor(changed, dtype=torch.float32, device=self._device)
-        self._world.all_reduce(edited, "which units were edited", maximum=True)
+        self._world.all_reduce(edited, "which units were edited (mics.audit)", maximum=True)
         for unit, is_edited in zip(self._units, edited.tolist(), strict=True):
             if is_edited:
                 unit.refresh()

@@ -209,7 +209,7 @@ class Boundary:
         position = {unit.spec.index: number for number, unit in enumerate(self.trainable)}
         flags = torch.zeros(len(self.trainable), dtype=torch.float32, device=self._device)
         flags[[position[unit.spec.index] for unit in units]] = (~norms.isfinite()).float()
-        self._mesh.world.all_reduce(flags, "which gradients are not finite", maximum=True)
+        self._mesh.world.all_reduce(flags, "which units are not finite (mics.nonfinite_units)", maximum=True)
         return [unit.spec.label for unit, found in zip(self.trainable, flags.tolist(), strict=True) if found]
 
     def _norms(self, units: Sequence[Unit], norm_type: float) -> Tensor:
@@ -228,7 +228,7 @@ class Boundary:
         infinite = math.isinf(norm_type)
         local = torch.linalg.vector_norm(norms, norm_type) if units else norms.sum()
         summed: Tensor = local if infinite else local.pow(norm_type)
-        self._mesh.world.all_reduce(summed, "the gradient norm", maximum=infinite)
+        self._mesh.world.all_reduce(summed, "the gradient norm (mics.clip_grad_norm_)", maximum=infinite)
         return summed if infinite else summed.pow(1.0 / norm_type)
 
     def _units_with_gradients(self) -> list[Unit]:

@@ -31,13 +31,12 @@ from mics.scheduled_site import (
     copy_parameters,
     is_plain_embedding,
 )
+from mics.step_log import GATHERED, PREFETCHED, REDUCED, StepLog
 from mics.tensor_hooks import hook_first, hooks_of
 from mics.tensor_trees import cast_floats, num_rows, tensors_in
 from mics.unit import Unit, send_for
 from mics.user_hooks import UserHooks
 
-# Numbers that fit a float32 exactly, so that the digest can travel with other small floats.
-_DIGEST_MODULUS = 1 << 24
 _MAX_PUT_OFF = 2  # boundaries
 
 
@@ -61,8 +60,8 @@ class Schedule:
         self._num_put_off = 0  # times that homes were to be given and backwards were still to come
         self.suspended = False  # while parameters are summoned
         self.more_to_come = False  # another micro-step follows with these parameters
-        self.digest = 0  # of all gathers and reductions since the last boundary
         self.units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
+        self.log = StepLog(unit.spec for unit in self.units)
         self.arena = Arena(self.units if has_arena else [])
         self._counts_rows = not has_arena  # with more of them, more memory is lent
         self._by_index = {unit.spec.index: unit for unit in self.units}
@@ -394,7 +393,7 @@ class Schedule:
         for unit in units:
             if unit.gathered:
                 continue
-            self._note(unit, 0)
+            self.log.note(unit.spec.index, GATHERED)
             upcoming = self.plans.advance(unit.spec.index, in_backward=self.in_backward)
             if not self.in_backward:
                 self._choose_place(unit)
@@ -438,7 +437,7 @@ class Schedule:
     def _send_for(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             for unit in send_for([self._by_index[index] for index in batch]):
-                self._note(unit, 2)
+                self.log.note(unit.spec.index, PREFETCHED)
 
     def _release(self, units: Any) -> None:
         for unit in units:
@@ -455,7 +454,7 @@ class Schedule:
             if self._in_use(unit, at_the_end=at_the_end):
                 continue
             if unit.gradients.on_full():
-                self._note(unit, 1)
+                self.log.note(unit.spec.index, REDUCED)
                 self._reduce_unit(unit)
             if at_the_end and unit.gathered:
                 self.arena.stays(unit)
@@ -483,9 +482,6 @@ class Schedule:
             return True
         sites = self._sites_of[unit.spec.index]
         return any(site.depth or site.num_live > (site is leaving) for site in sites)
-
-    def _note(self, unit: Unit, kind: int) -> None:
-        self.digest = (self.digest * 1_000_003 + 4 * unit.spec.index + kind + 1) % _DIGEST_MODULUS
 
 
 class _EndOfBackward:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mics.comm.journal import calling, collective_call, in_call
 from mics.engine import Engine, engines_of, units_of
 from mics.errors import SettingsError
 from mics.guard import Layout, ShardTensor, run_plainly
@@ -21,6 +22,7 @@ from mics.unit import Unit
 from mics.unit_gradients import GradState
 
 
+@collective_call
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
     """The model's state dict with whole tensors, parameters in master precision.
 
@@ -47,6 +49,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     return state
 
 
+@collective_call
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> Any:
@@ -64,6 +67,7 @@ def load_full_state_dict(
     return model.load_state_dict(_receive(model, engine, state_dict), strict=strict)
 
 
+@collective_call
 def full_gradients(
     model: nn.Module, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, Tensor | None]:
@@ -100,6 +104,7 @@ def _step_gradient(unit: Unit) -> Tensor:
 
 
 @run_plainly
+@collective_call
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, dict[str, Any]]:
@@ -146,7 +151,8 @@ def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.
             "mics.summon_full_params: expected a sharded model, found one whose parameters are whole already; "
             "do not nest it"
         )
-    flats = [unit.full_of_masters(unit.master) for unit in units]
+    with calling("mics.summon_full_params"):
+        flats = [unit.full_of_masters(unit.master) for unit in units]
     for schedule in schedules:
         schedule.suspended = True
     try:
@@ -237,7 +243,7 @@ def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | N
         if state_dict is not None:
             _check_shape(name, state_dict[name], whole)
             whole.copy_(state_dict[name])
-        engine.mesh.world.broadcast(whole, f"state {name!r}")
+        engine.mesh.world.broadcast(whole, in_call(f"state {name!r}"))
         if unit is not None and slot is not None:
             span = unit.share.master_span(unit.spec)
             overlap = slot.overlap(span)

@@ -24,6 +24,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from mics.comm.journal import in_call
 from mics.comm.lanes import DONE, Ticket
 from mics.comm.world import MeshCollectives
 from mics.contiguous import Contiguous
@@ -325,9 +326,9 @@ class Unit:
         chunk = masters
         if self.share.masters_over_replicas:
             chunk = masters.new_empty(layout.chunk_numel)
-            self._mesh.replication.all_gather(chunk, masters, self.spec.label).wait()
+            self._mesh.replication.all_gather(chunk, masters, in_call(self.spec.label)).wait()
         flat = masters.new_empty(layout.numel)
-        self._mesh.gather.all_gather(flat, chunk, self.spec.label).wait()
+        self._mesh.gather.all_gather(flat, chunk, in_call(self.spec.label)).wait()
         return flat
 
     def views_of(self, masters: Tensor) -> list[Tensor]:

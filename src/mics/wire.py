@@ -1,7 +1,7 @@
 """Memory that collectives keep for chunks on their way: predicted, for the memory report.
 
-What `comm/group.py` puts aside: over gloo every chunk that comes in (and this rank's own part, where a gather
-is in place); between replicas also where each sends to each, and where the wire's format is narrower.
+What `comm/group.py` puts aside: over gloo every chunk that is to be added up; between replicas also where
+each sends to each, and where the format of the wire is narrower. Gathers write where the result belongs.
 """
 
 from __future__ import annotations
@@ -18,30 +18,21 @@ def expected_wire_nbytes(
     units: Sequence[Unit], mesh: MeshCollectives, topology: Topology, *, rank: int
 ) -> int:
     """Bytes on this rank once every unit has been gathered, reduced and updated."""
-    specs = [unit.spec for unit in units]
     trained = [unit.spec for unit in units if unit.spec.trainable]
     nbytes = 0
     if mesh.over_gloo and mesh.gather.size > 1:
-        nbytes += _in_partition_group(specs, trained, topology, rank)
+        nbytes += _in_partition_group(trained, topology, rank)
     if mesh.replication.size > 1:
         over_replicas = any(unit.share.masters_over_replicas for unit in units)
         nbytes += _between_replicas(trained, mesh, over_replicas=over_replicas)
     return nbytes
 
 
-def _in_partition_group(
-    specs: Sequence[UnitSpec], trained: Sequence[UnitSpec], topology: Topology, rank: int
-) -> int:
+def _in_partition_group(trained: Sequence[UnitSpec], topology: Topology, rank: int) -> int:
     stages = topology.stages(rank)
-    gathered_in_place = [spec.gathered_nbytes for spec in specs if stages or spec.casts_masters]
     reduced = max((spec.layout.numel * spec.reduce_dtype.itemsize for spec in trained), default=0)
-    if stages is None:
-        return reduced + max(gathered_in_place, default=0) // topology.partition_size
-    # A node's ranks fill in each other's blocks, and add up over the nodes the one that is theirs.
-    num_local = len(stages.intra)
-    nbytes = reduced + reduced // num_local + max(gathered_in_place, default=0) // num_local
-    cast = [spec.gathered_nbytes for spec in specs if spec.casts_masters]
-    return nbytes + max(cast, default=0) // topology.partition_size
+    # A node's ranks add up all blocks, and over the nodes the one that is theirs.
+    return reduced if stages is None else reduced + reduced // len(stages.intra)
 
 
 def _between_replicas(trained: Sequence[UnitSpec], mesh: MeshCollectives, *, over_replicas: bool) -> int:
@@ -53,7 +44,4 @@ def _between_replicas(trained: Sequence[UnitSpec], mesh: MeshCollectives, *, ove
             sent = max(sent, numel * wire.itemsize)
         if is_narrow or mesh.over_gloo or (mesh.exchanges_replicas and over_replicas):
             received = max(received, numel * wire.itemsize)
-        if mesh.over_gloo:  # its own part of what it gathers
-            came = spec.param_dtype if over_replicas else wire
-            received = max(received, spec.layout.piece_numel * came.itemsize)
     return received + sent

@@ -63,7 +63,7 @@ class Job:
             progress=self.progress,
         )
         try:
-            with self.world.naming("save", str(self.folder)):
+            with self.world.explaining("save", str(self.folder)):
                 self._write(writer)
         except BaseException:
             if self.rank == 0:

@@ -28,6 +28,7 @@ from mics.checkpoint.together import Explain, together
 from mics.checkpoint.torch_format import PartReader, Reading, rank_file
 from mics.checkpoint.values import decode
 from mics.checkpoint.wanted import Wanted
+from mics.comm.journal import collective_call
 from mics.comm.world import World
 from mics.engine import Engine
 from mics.errors import CheckpointError
@@ -37,6 +38,7 @@ T = TypeVar("T")
 _LOG: Final = logging.getLogger("mics")
 
 
+@collective_call
 def load(
     path: str | Path,
     model: nn.Module,
@@ -61,7 +63,7 @@ def load(
     def agreed(action: Callable[[], T], explain: Explain | None = None) -> T:
         return together(host, "mics.load", action, explain)
 
-    with torch.inference_mode(False), torch.no_grad(), plainly(), world.naming("load", str(path)):
+    with torch.inference_mode(False), torch.no_grad(), plainly(), world.explaining("load", str(path)):
         # ``latest`` may be moved while we look: the first rank says which it is.
         found = agreed(lambda: find_checkpoint(as_path(path, "mics.load")) if host.rank == 0 else None)
         folder = host.all_gather(found)[0]

@@ -31,6 +31,7 @@ from mics.checkpoint.together import together
 from mics.checkpoint.values import encode
 from mics.comm.emulated import emulated_cluster
 from mics.comm.host_group import HostGroup
+from mics.comm.journal import collective_call
 from mics.comm.world import World, join_world
 from mics.engine import Engine, engine_of
 from mics.errors import CheckpointError, SettingsError
@@ -41,6 +42,7 @@ _under_way: Final[weakref.WeakKeyDictionary[Engine, Saving]] = weakref.WeakKeyDi
 _staging: Final[weakref.WeakKeyDictionary[Engine, Staging]] = weakref.WeakKeyDictionary()
 
 
+@collective_call
 def save(
     path: str | Path,
     model: nn.Module,
@@ -65,7 +67,7 @@ def save(
     """
     began = time.perf_counter()
     world, host = join_hosts("mics.save")
-    with plainly(), world.naming("save", str(path)):
+    with plainly(), world.explaining("save", str(path)):
         job = together(
             host,
             "mics.save",

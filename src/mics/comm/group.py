@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from mics.comm.emulated.group import EmulatedGroup
 from mics.comm.liveness import Liveness
+from mics.comm.messages import spread, swap, tag_of
 from mics.comm.protocol import Job, Pairs
 from mics.comm.traffic import TrafficCounter
 from mics.errors import CollectiveError
@@ -44,17 +45,21 @@ class GroupCollectives:
         axis: str,
         counter: TrafficCounter,
         liveness: Liveness | None,
+        purpose: str = "",
         exchange: bool = False,
     ) -> None:
         self._exchange = exchange  # everybody sends to everybody: one hop in place of a ring's many
         self._group = group  # None: a world of one process that never called init_process_group
         self._axis = axis
         self._counter = counter
-        self._liveness = liveness
         self._size = 1 if group is None else dist.get_world_size(group)
         self._position = 0 if group is None else dist.get_rank(group)
         self.is_real = not isinstance(group, EmulatedGroup)  # gloo then, as far as CPU tensors go
         self._staging: dict[str, Tensor] = {}  # uint8 [largest buffer exchanged], by use
+        self._liveness = None if group is None else liveness
+        self._journal = None
+        if self._liveness is not None and group is not None:
+            self._journal = self._liveness.journal(purpose, group)
 
     @property
     def size(self) -> int:
@@ -76,7 +81,7 @@ class GroupCollectives:
             return
         self._count("all_gather", (self._size - 1) * _nbytes(shard))
         if self._is_gloo(out):
-            self._gather_bytes(_bytes(out), _bytes(shard), label)
+            self._swap("all-gather", label, out.view(self._size, -1), shard.view(-1).expand(self._size, -1))
         elif self._exchange:
             self._send_to_all(out, shard, label)
         else:
@@ -97,10 +102,8 @@ class GroupCollectives:
         if self._size == 1:
             return
         self._count("all_reduce", 2 * (self._size - 1) * _nbytes(tensor) // self._size)
-        if self._is_gloo(tensor) and not maximum and tensor.numel() % self._size == 0:
-            own = tensor.view(self._size, -1)[self._position]
-            self._exchange_and_add(own, tensor, label, tensor.dtype)
-            self._gather_bytes(_bytes(tensor), _bytes(own), label)
+        if self._is_gloo(tensor):
+            self._all_reduce_by_messages(tensor, label, maximum=maximum)
             return
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         self._call("all-reduce", label, dist.all_reduce, tensor, op=op)
@@ -109,8 +112,10 @@ class GroupCollectives:
         if self._size == 1 or tensor.numel() == 0:
             return
         self._count("broadcast", _nbytes(tensor) if self._position == 0 else 0)
-        data = _bytes(tensor) if self._is_gloo(tensor) else tensor
-        self._call("broadcast", label, dist.broadcast, data, group_src=0)
+        if self._is_gloo(tensor):
+            self._call("broadcast", label, spread, tensor, tag_of("broadcast", label, _nbytes(tensor)))
+        else:
+            self._call("broadcast", label, dist.broadcast, tensor, group_src=0)
 
     def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Job]]:
         return (("", partial(self.gather_together, pairs, label)),)
@@ -183,7 +188,10 @@ class GroupCollectives:
         if wire is not buffer.dtype:
             sent = self._staged("sent", buffer, wire)
             sent.copy_(buffer)
-        self._call("reduce-scatter", label, dist.all_to_all_single, *self._on_wire(received, sent))
+        if self._is_gloo(sent):
+            self._swap("reduce-scatter", label, received.view(self._size, -1), sent.view(self._size, -1))
+        else:
+            self._call("reduce-scatter", label, dist.all_to_all_single, received, sent)
         _add_up(out, received.view(self._size, -1))
 
     def _send_to_all(self, out: Tensor, shard: Tensor, label: str) -> None:
@@ -193,28 +201,33 @@ class GroupCollectives:
             chunks[self._position] = sent[self._position] = shard[:0]
         self._call("all-gather", label, dist.all_to_all, chunks, sent)
 
-    def _gather_bytes(self, out: Tensor, shard: Tensor, label: str) -> None:
-        """Gather over gloo. As bytes: it does not know every format, and moving data needs none."""
-        chunks = list(out.view(self._size, -1).unbind())
-        if chunks[self._position].data_ptr() != shard.data_ptr():
-            self._call("all-gather", label, _all_gather, out, shard)
+    def _all_reduce_by_messages(self, tensor: Tensor, label: str, *, maximum: bool) -> None:
+        """Over gloo, added in the order of the members. What does not divide among them is small."""
+        if not maximum and tensor.numel() % self._size == 0:
+            own = tensor.view(self._size, -1)[self._position]
+            self._exchange_and_add(own, tensor, label, tensor.dtype)
+            self._swap("all-gather", label, tensor.view(self._size, -1), own.expand(self._size, -1))
             return
-        # In place. gloo would write this rank's own chunk back when it is done, over what an optimizer or a
-        # user has written there meanwhile.
-        chunks[self._position] = self._staged("received", shard)
-        self._call("all-gather", label, dist.all_gather, chunks, shard)
+        flat = tensor.view(-1)
+        rows = self._staged("received", flat, times=self._size).view(self._size, -1)
+        self._swap("all-reduce", label, rows, flat.expand(self._size, -1))
+        if maximum:
+            flat.copy_(rows.amax(0))
+        else:
+            _add_up(flat, rows)
 
-    def _on_wire(self, *tensors: Tensor) -> list[Tensor]:
-        """gloo does not know every format, and moving data needs none."""
-        return [_bytes(tensor) if self._is_gloo(tensor) else tensor for tensor in tensors]
+    def _swap(self, kind: str, label: str, received: Tensor, sent: Tensor) -> None:
+        """Row r of ``sent`` to member r, and row r of ``received`` from there. Over gloo."""
+        tag = tag_of(kind, label, _nbytes(received))
+        self._call(kind, label, swap, received.unbind(), sent.unbind(), tag)
 
     def _is_gloo(self, tensor: Tensor) -> bool:
         return self.is_real and tensor.device.type == "cpu"
 
-    def _staged(self, use: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As many elements as ``like``, kept from call to call."""
+    def _staged(self, use: str, like: Tensor, dtype: torch.dtype | None = None, *, times: int = 1) -> Tensor:
+        """As many elements as ``like``, or so many times as many, kept from call to call."""
         dtype = dtype or like.dtype
-        nbytes = like.numel() * dtype.itemsize
+        nbytes = times * like.numel() * dtype.itemsize
         if use not in self._staging or self._staging[use].numel() < nbytes:
             self._staging[use] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
         return self._staging[use][:nbytes].view(dtype)
@@ -223,8 +236,8 @@ class GroupCollectives:
         self._counter.add(self._axis, kind, nbytes)
 
     def _call(self, kind: str, label: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self._liveness is not None:
-            self._liveness.enter(kind, label)
+        if self._liveness is not None and self._journal is not None:
+            self._liveness.enter(self._journal, kind, label)
         try:
             collective(*args, group=self._group, **kwargs)
         except RuntimeError as error:
@@ -278,7 +291,3 @@ def _add_up(out: Tensor, rows: Tensor) -> None:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return (tensor if tensor.dim() == 1 else tensor.reshape(-1)).view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from mics.comm.emulated import emulated_cluster
 from mics.comm.group import GroupCollectives
 from mics.comm.host_group import HostGroup
+from mics.comm.journal import in_call
 from mics.comm.lanes import LanedCollectives, Lanes
-from mics.comm.liveness import Liveness, start_liveness
+from mics.comm.liveness import Liveness
+from mics.comm.messages import meet, tag_of
 from mics.comm.protocol import Collectives
 from mics.comm.traffic import TrafficCounter
 from mics.comm.two_stage import TwoStageCollectives
@@ -46,15 +49,28 @@ class World:
         if emulated_cluster() is not None:
             return [value] * self.size  # imagined ranks say what this one says
         values: list[Any] = [None] * self.size
-        with self.naming("all-gather", "objects"):
+        with self.naming("all-gather", in_call("objects")):
             dist.all_gather_object(values, value)
         return values
 
     @contextmanager
-    def naming(self, kind: str, label: str) -> Iterator[None]:
-        """Collectives that torch runs for us: if one fails, the error names it and who is gone."""
-        if self.liveness is not None:
-            self.liveness.enter(kind, label)
+    def naming(self, kind: str, label: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Collectives that torch runs for us over ``group`` (None: the default one).
+
+        If one fails, the error names it and who is gone.
+        """
+        group = group or self.default_group
+        with self.explaining(kind, label):
+            if group is not None and self.liveness is not None:
+                purpose = next((key[0] for key, other in self._groups.items() if other is group), "")
+                self.liveness.enter(self.liveness.journal(purpose, group), kind, label)
+                if any(device.type == "cpu" for device in group._device_types):
+                    meet(tag_of(kind, label), group=group)
+            yield
+
+    @contextmanager
+    def explaining(self, kind: str, label: str) -> Iterator[None]:
+        """What fails in a group that is not torch's is explained alike."""
         try:
             yield
         except MicsError:
@@ -90,8 +106,10 @@ class World:
         if alone or self.liveness is not None:
             return
         store = _get_default_store()
-        self.liveness = start_liveness(
-            PrefixStore("mics-liveness", store.clone() if hasattr(store, "clone") else store),
+        # What ranks of another life of this store wrote is not about these.
+        life = self.gather_objects(secrets.token_hex(4))[0]
+        self.liveness = Liveness(
+            PrefixStore(f"mics-liveness/{life}", store.clone() if hasattr(store, "clone") else store),
             rank=self.rank,
             world_size=self.size,
             timeout=self._timeout(),
@@ -150,9 +168,14 @@ class World:
         def over(
             axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "", *, exchange: bool = False
         ) -> GroupCollectives:
-            group = self.group(groups, purpose if overlap else "")
+            purpose = purpose if overlap else ""
             return GroupCollectives(
-                group, axis=axis, counter=counter, liveness=self.liveness, exchange=exchange
+                self.group(groups, purpose),
+                axis=axis,
+                counter=counter,
+                liveness=self.liveness,
+                purpose=purpose,
+                exchange=exchange,
             )
 
         stages = [topology.stages(rank) for rank in range(self.size)]
@@ -186,6 +209,7 @@ class World:
             reduce=LanedCollectives(reduce, lanes, reductions),
             replication=LanedCollectives(replication, lanes, "replicas"),
             world=world,
+            liveness=self.liveness,
             lanes=lanes,
             staging=lambda: gather.staging_nbytes + reduce.staging_nbytes + replication.staging_nbytes,
             over_gloo=device.type == "cpu" and world.is_real,
@@ -222,6 +246,8 @@ class MeshCollectives:
     """Hop 2 and the new parameters, across the replication group."""
     world: Collectives
     """Everything else, where the caller stands."""
+    liveness: Liveness | None
+    """What ranks tell each other without a collective; None where there is nobody to tell."""
     lanes: Lanes
     staging: Callable[[], int]
     over_gloo: bool

@@ -1,0 +1,53 @@
+"""Refusing DistributedDataParallel, fully_shard and their like around a model that is sharded already.
+
+They take each rank's shards for whole parameters: DDP would give all ranks those of rank 0, FSDP would shard
+them again. FSDP asks each module what was applied to it before it touches it. DDP asks nothing, but it takes
+the module as its own, which torch tells whoever wants to know.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from mics.errors import SettingsError
+
+_REFUSED: Final = {"fully_shard": "fully_shard", "replicate": "FSDP or replicate"}
+_watching: RemovableHandle | None = None
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Have the modules of ``model`` refuse to be sharded or replicated by others."""
+    global _watching
+    for module in model.modules():
+        module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
+    if _watching is None:
+        _watching = register_module_module_registration_hook(_refuse_replicas)
+
+
+class _Registry(dict[str, Any]):
+    """What torch's composable APIs note on a module, and ask before they change it."""
+
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, str) and name in _REFUSED:
+            _refuse(_REFUSED[name])
+        return super().__contains__(name)
+
+
+def _refuse_replicas(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    parts = module.modules() if module and isinstance(owner, DistributedDataParallel | DataParallel) else ()
+    if any(isinstance(part.__dict__.get(REGISTRY_KEY), _Registry) for part in parts):
+        _refuse(type(owner).__name__)
+
+
+def _refuse(wrapper: str) -> NoReturn:
+    raise SettingsError(
+        f"expected a plain model for {wrapper}, found one that mics.shard() has sharded: it averages "
+        "gradients over all ranks by itself. Train with the model that mics.shard() returned as it is, "
+        f"without {wrapper}"
+    )
