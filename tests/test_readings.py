@@ -118,3 +118,14 @@ def test_every_reading_is_right_or_refused(partition_size: int, optimizer_shardi
     for count, wrong in run_ranks(4, read_all, partition_size, optimizer_sharding):
         assert not wrong
         assert count >= NUM_READINGS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("partition_size", "optimizer_sharding"), [(2, "world"), (2, "partition")])
+def test_every_reading_is_right_or_refused_on_a_gpu(partition_size: int, optimizer_sharding: Any) -> None:
+    """The same over NCCL."""
+    options = {"backend": "nccl"}
+    for count, wrong in run_ranks(4, read_all, partition_size, optimizer_sharding, "cuda", **options):
+        assert not wrong
+        assert count >= NUM_READINGS
