@@ -112,7 +112,9 @@ def language_recipe(*, shape: tuple[tuple[str, int], ...] = (), **options: Any) 
 
 
 def mse(x: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(x.float(), target)
+    """In float32 at least. Both in one format: torch 2.11 cannot go back through two."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.mse_loss(x.to(wide), target.to(wide))
 
 
 class Chain(nn.Module):
