@@ -105,7 +105,8 @@ def _same(found: Any, expected: Any) -> bool:
     if len(found) != len(expected):
         return False
     return all(
-        a == b or (isinstance(a, float) and (math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6) or a != a != b != b))
+        a == b
+        or (isinstance(a, float) and (math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6) or a != a != b != b))
         for a, b in zip(found, expected, strict=True)
     )
 

@@ -299,7 +299,8 @@ class Boundary:
         if value.shard_layout != layout:
             raise MicsError(
                 f"p.grad of {layout.label}: expected a gradient of the same elements, found a piece of "
-                f"{value.shard_layout.label} that holds others; assign p.grad from that parameter's own gradient"
+                f"{value.shard_layout.label} that holds others; assign p.grad from that parameter's "
+                f"own gradient"
             )
 
     def reduce_buffers(self) -> list[ReduceBuffer]:

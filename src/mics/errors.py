@@ -22,7 +22,7 @@ class ReplicaError(MicsError):
         self.step = step
 
 
-class SettingsError(ValueError):
+class SettingsError(MicsError, ValueError):
     """A setting, a model or an optimizer that mics cannot train as given."""
 
 

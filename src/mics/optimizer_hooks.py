@@ -94,7 +94,7 @@ def optimizer_state_nbytes(boundary: Boundary) -> int:
 
 
 def _meet(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before every step of any optimizer: be closest to it, so that hooks of the user's see guarded pieces."""
+    """Before any optimizer's step: be closest to it, so that hooks of the user's see guarded pieces."""
     if optimizer not in _met:
         pre = optimizer.register_step_pre_hook(_before_step)
         post = optimizer.register_step_post_hook(_after_step)
@@ -165,7 +165,8 @@ def _sharded_state(optimizer: Optimizer, shard: torch.nn.Parameter) -> list[torc
 def _check_layout(unit: Unit, index: int, value: ShardTensor) -> None:
     if value.shard_layout != unit.layouts[index]:
         raise SettingsError(
-            f"optimizer state of {unit.layouts[index].label}: expected the piece of it that this rank has, found a "
+            f"optimizer state of {unit.layouts[index].label}: expected the piece of it that this "
+            f"rank has, found a "
             "piece with other elements; load state of another rank or of other settings with mics.load"
         )
 
@@ -182,14 +183,17 @@ def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
     kind = type(optimizer).__name__
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
         raise SettingsError(
-            f"{kind}.load_state_dict: expected parameter groups of {[len(g['params']) for g in own]} parameters, "
-            f"found {[len(g['params']) for g in groups]}; build the optimizer with the groups it was saved with"
+            f"{kind}.load_state_dict: expected parameter groups of "
+            f"{[len(g['params']) for g in own]} parameters, "
+            f"found {[len(g['params']) for g in groups]}; build the optimizer with the groups it "
+            f"was saved with"
         )
     for saved, group in zip(groups, own, strict=True):
         missing = (group.keys() - _OPTIONAL_KEYS) - saved.keys()
         if missing:
             raise SettingsError(
-                f"{kind}.load_state_dict: expected the state of a {kind}, found one without {sorted(missing)}; "
+                f"{kind}.load_state_dict: expected the state of a {kind}, found one without "
+                f"{sorted(missing)}; "
                 "build the optimizer class that was saved"
             )
     saved_ids = [saved_id for group in groups for saved_id in group["params"]]
@@ -217,7 +221,8 @@ def _fitting_entries(param: torch.nn.Parameter, entries: dict[str, Any]) -> dict
         elif isinstance(value, torch.Tensor) and value.dim():
             raise SettingsError(
                 f"optimizer state {key!r} of {layout.label}: expected a tensor of the whole shape "
-                f"{list(part.shape)}, found {list(value.shape)}; is it one rank's piece, or of another model? "
+                f"{list(part.shape)}, found {list(value.shape)}; is it one rank's piece, or of "
+                f"another model? "
                 "mics.save and mics.load keep optimizer state on any number of ranks"
             )
     return fitted
@@ -300,7 +305,8 @@ _original_load = Optimizer.load_state_dict
 _met: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()  # ids of our hooks on it
 # Entries of a group that come and go with schedulers and torch versions.
 _OPTIONAL_KEYS = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum",
-                  "base_momentum", "decoupled_weight_decay", "fused", "foreach", "capturable", "differentiable",
+                  "base_momentum", "decoupled_weight_decay", "fused", "foreach", "capturable", "
+                  ""differentiable",
                   "maximize"}  # fmt: skip
 
 

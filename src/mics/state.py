@@ -148,7 +148,8 @@ def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.
     units, schedules = units_of(model), [engine.schedule for engine in engines_of(model)]
     if any(schedule.suspended for schedule in schedules):
         raise SettingsError(
-            "mics.summon_full_params: expected a sharded model, found one whose parameters are whole already; "
+            "mics.summon_full_params: expected a sharded model, found one whose parameters are "
+            "whole already; "
             "do not nest it"
         )
     with calling("mics.summon_full_params"):
@@ -205,14 +206,16 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
             raise SettingsError(
                 f"{prefix + attribute}: expected the whole tensor of shape {slot.shape}, found "
                 f"{tuple(value.shape)}; is this the state of another model, or one rank's piece of it? "
-                "mics.full_state_dict(model) has whole tensors, and mics.load(path, model) reads what mics.save wrote"
+                "mics.full_state_dict(model) has whole tensors, and mics.load(path, model) reads "
+                "what mics.save wrote"
             )
 
 
 def _check_piece(name: str, value: ShardTensor, layout: Layout) -> None:
     if value.shard_layout != layout:
         raise SettingsError(
-            f"{name}: expected the whole tensor or the piece of it that this rank has, found a piece with other "
+            f"{name}: expected the whole tensor or the piece of it that this rank has, found a "
+            f"piece with other "
             "elements; pass mics.full_state_dict(model), or shard both models with the same settings"
         )
 

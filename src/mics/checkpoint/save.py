@@ -31,7 +31,7 @@ from mics.checkpoint.together import together
 from mics.checkpoint.values import encode
 from mics.comm.emulated import emulated_cluster
 from mics.comm.host_group import HostGroup
-from mics.comm.journal import collective_call
+from mics.comm.journal import collective_call, in_call
 from mics.comm.world import World, join_world
 from mics.engine import Engine, engine_of
 from mics.errors import CheckpointError, SettingsError
@@ -101,7 +101,7 @@ def join_hosts(what: str) -> tuple[World, HostGroup]:
         )
     finish_all()
     world = join_world()
-    with world.naming("group", what):
+    with world.naming("making", in_call("a group for objects")):
         return world, world.host_group()
 
 

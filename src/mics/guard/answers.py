@@ -205,7 +205,8 @@ class Answered(torch.autograd.Function):
         if ctx.scale is None:
             raise MicsError(
                 f"backward through {ctx.name} of a sharded tensor: expected sums, means and norms in a loss, "
-                f"found {ctx.name}, whose gradient needs the whole tensor; compute it inside a module's forward"
+                f"found {ctx.name}, whose gradient needs the whole tensor; compute it inside a "
+                f"module's forward"
             )
         numbers = grads[0].to(torch.float64, copy=True)
         ctx.world.all_reduce(numbers, "the gradient of a penalty")
@@ -225,7 +226,8 @@ class Entry(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise MicsError(
-                "backward with create_graph=True through a sharded parameter: expected first-order gradients, "
+                "backward with create_graph=True through a sharded parameter: expected first-order "
+                "gradients, "
                 "found a request for gradients of gradients; compute that term inside a module's forward"
             )
         ctx.take(grads[0])

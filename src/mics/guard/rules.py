@@ -97,7 +97,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _check_targets(self, func: Any, piece: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A plain tensor that a piece is written to becomes a piece: it must not be part of something larger."""
+        """A plain tensor that a piece is written to becomes a piece: no part of something larger may."""
         if not func._schema.is_mutable:
             return
         bound = _bind(func, args, kwargs)
@@ -119,7 +119,8 @@ class Watch(TorchDispatchMode):
             elif found != layout or tensor.shape != first.shape:
                 self._refuse(
                     first,
-                    f"the piece of {found.label} holds other elements; shard both models with the same settings",
+                    f"the piece of {found.label} holds other elements; shard both models with the "
+                    f"same settings",
                 )
         return layout
 
@@ -130,6 +131,8 @@ class Watch(TorchDispatchMode):
         piece = pieces[0]
         layout = self.layout_of(piece)
         assert layout is not None
+        if isinstance(result, Tensor) and result.dim() == 0:
+            result = result.view(1)  # squeezed: flat on all ranks, however few elements each has
         whole = (
             isinstance(result, Tensor)
             and len(pieces) == 1
@@ -272,7 +275,8 @@ def refusal(name: str, layout: Layout | None, reason: str) -> MicsError:
         label = f"the sharded tensor {layout.label}"
         found = f"this rank's {layout.local_numel:,} of its {layout.whole_numel:,} elements"
     return MicsError(
-        f"{name} of {label}: expected the whole tensor, found {found} ({reason}). Call tensor.full_tensor() on "
+        f"{name} of {label}: expected the whole tensor, found {found} ({reason}). Call "
+        f"tensor.full_tensor() on "
         "all ranks for the whole one, mics.full_state_dict(model) or mics.full_gradients(model) for all of "
         "them, and mics.clip_grad_norm_(model, max_norm) to clip; write to parameters inside `with "
         "mics.summon_full_params(model, write=True)`. A method of the model other than forward needs "

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from mics.errors import MicsError
+from mics.errors import MicsError, SettingsError
 from mics.guard.answers import AllReduces, Answered, Entry
 from mics.guard.layout import Layout, ShardOwner
 from mics.guard.rules import Watch, refusal
@@ -43,7 +43,8 @@ def run_plainly(function: Callable[P, R]) -> Callable[P, R]:
 _DESCRIBE = {
     "size", "dim", "ndimension", "stride", "storage_offset", "element_size", "is_contiguous", "__len__",
     "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_set_to",
-    "is_same_size", "get_device", "dim_order", "untyped_storage", "has_names", "_is_view", "is_conj", "is_neg",
+    "is_same_size", "get_device", "dim_order", "untyped_storage", "has_names", "_is_view", "
+    ""is_conj", "is_neg",
     "result_type", "can_cast", "promote_types",
 }  # fmt: skip
 _GRAPH = {
@@ -110,7 +111,8 @@ class ShardTensor(Tensor):
         owner = self.shard_owner()
         if owner is None:
             raise MicsError(
-                f"{self.shard_layout.label}: expected its sharded model to exist, found it gone; keep the model, "
+                f"{self.shard_layout.label}: expected its sharded model to exist, found it gone; "
+                f"keep the model, "
                 "or take tensor.to_local()"
             )
         return owner
@@ -127,9 +129,11 @@ class ShardTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise MicsError(
             f"saving {self.shard_layout.label}: expected whole tensors, found this rank's "
-            f"{self.shard_layout.local_numel:,} of {self.shard_layout.whole_numel:,} elements, which no other "
+            f"{self.shard_layout.local_numel:,} of {self.shard_layout.whole_numel:,} elements, "
+            f"which no other "
             "rank or program could use; call mics.save(path, model, optimizer) on all ranks, or save "
-            "mics.full_state_dict(model) (model.save_pretrained(folder, state_dict=mics.full_state_dict(model)))"
+            "mics.full_state_dict(model) (model.save_pretrained(folder, "
+            "state_dict=mics.full_state_dict(model)))"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
@@ -234,7 +238,7 @@ _CONSTANTS = {"zeros_", "ones_", "constant_"}  # initialisers that do not look a
 
 
 def guard_initialisers() -> None:
-    """Have ``torch.nn.init`` refuse pieces: some of it skips empty ones, or divides by their number of rows."""
+    """Have ``torch.nn.init`` refuse pieces: some of it skips empty ones, or divides by their rows."""
     for name, initialise in list(vars(nn.init).items()):
         is_public = name.endswith("_") and not name.startswith("_") and callable(initialise)
         if is_public and name not in _CONSTANTS and not hasattr(initialise, "__wrapped__"):
@@ -318,8 +322,10 @@ def _set(func: Any, target: Tensor, value: Any) -> None:
     with plainly(), torch.no_grad():
         if value.dtype is not target.dtype or value.device != target.device:
             raise MicsError(
-                f"{layout.label}: expected data of format {target.dtype} on {target.device}, found {value.dtype} on "
-                f"{value.device}; do not call model.to(), .half() or .float() after mics.shard(): choose formats "
+                f"{layout.label}: expected data of format {target.dtype} on {target.device}, found "
+                f"{value.dtype} on "
+                f"{value.device}; do not call model.to(), .half() or .float() after mics.shard(): "
+                f"choose formats "
                 "with mics.shard(model, precision=mics.Precision(...))"
             )
         if isinstance(value, ShardTensor):
@@ -331,7 +337,8 @@ def _set(func: Any, target: Tensor, value: Any) -> None:
                 value, fits = value.reshape(-1)[part.start : part.stop].view(target.shape), True
         if not fits:
             raise MicsError(
-                f"{layout.label}.data: expected the whole tensor of shape {list(layout.whole_shape)} or this rank's "
+                f"{layout.label}.data: expected the whole tensor of shape "
+                f"{list(layout.whole_shape)} or this rank's "
                 f"piece of shape {list(target.shape)}, found another of shape {list(value.shape)}"
             )
         if value.data_ptr() != target.data_ptr():
@@ -347,8 +354,9 @@ def _change_graph(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 def _check_trainable(param: ShardParameter, wanted: bool) -> None:
     if wanted and not param.shard_trainable:
-        raise MicsError(
-            f"requires_grad_(True) of {param.shard_layout.label}: expected it to stay frozen, found it frozen when "
+        raise SettingsError(
+            f"requires_grad_(True) of {param.shard_layout.label}: expected it to stay frozen, found "
+            f"it frozen when "
             "mics.shard() ran, so there is no room for its gradient; set requires_grad before sharding, and "
             "freeze it afterwards"
         )
@@ -381,7 +389,8 @@ def _watch(
     layout = pieces[0].shard_layout
     if func is torch.autograd.grad:
         raise MicsError(
-            "torch.autograd.grad of sharded parameters: expected tensors of the graph, found this rank's pieces, "
+            "torch.autograd.grad of sharded parameters: expected tensors of the graph, found this "
+            "rank's pieces, "
             "which no loss is made of; call loss.backward() and read p.grad or mics.full_gradients(model)"
         )
     if name in _READS_ONE and layout.whole_numel == 1:
@@ -391,7 +400,7 @@ def _watch(
     except (RuntimeError, IndexError, ValueError) as error:
         if isinstance(error, MicsError) or _is_write(func, name, kwargs):
             raise
-        # The shape of a piece is not that of the whole, so what torch says of it may be true of one rank alone.
+        # A piece has another shape than the whole: what torch says may be true of one rank alone.
         raise refusal(name, layout, f"torch says: {error}") from error
     for tensor, found in watch.written:
         if type(tensor) is Tensor:
