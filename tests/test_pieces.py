@@ -40,8 +40,9 @@ def _penalised(run: Run, name: str) -> list[Any]:
     optimizer = sgd(model)
     losses = []
     for step in range(3):
-        run.backward(lambda rank: PENALTIES[name](model) * (1 + rank) + model(*toys.floats(step, 0, rank)))
-        run.backward(lambda rank: model(*toys.floats(step, 1, rank)) + PENALTIES[name](model))
+        first, second = _loss(model, step), _loss(model, step, 1)
+        run.backward(lambda rank, loss=first: PENALTIES[name](model) * (1 + rank) + loss(rank))
+        run.backward(lambda rank, loss=second: loss(rank) + PENALTIES[name](model))
         losses.append([p.grad.norm().item() for p in model.parameters() if p.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
@@ -226,8 +227,8 @@ def _refusals() -> None:
         torch.autograd.grad(model(*toys.floats(0, 0, 0)), list(model.parameters()))
     with pytest.raises(SettingsError, match="AdamW"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).state_dict())
+    groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(SettingsError, match="groups"):
-        groups = [{"params": [p]} for p in model.parameters()]
         optimizer.load_state_dict(torch.optim.AdamW(groups).state_dict())
     with pytest.raises(SettingsError, match="whole tensor"):
         model.load_state_dict({name: value.to_local() for name, value in state.items()})

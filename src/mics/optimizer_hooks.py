@@ -304,10 +304,10 @@ _hooks_installed = False
 _original_load = Optimizer.load_state_dict
 _met: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()  # ids of our hooks on it
 # Entries of a group that come and go with schedulers and torch versions.
-_OPTIONAL_KEYS = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum",
-                  "base_momentum", "decoupled_weight_decay", "fused", "foreach", "capturable", "
-                  ""differentiable",
-                  "maximize"}  # fmt: skip
+_OPTIONAL_KEYS = {
+    "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
+    "decoupled_weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize",
+}  # fmt: skip
 
 
 def _install_hooks() -> None:

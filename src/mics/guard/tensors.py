@@ -43,9 +43,8 @@ def run_plainly(function: Callable[P, R]) -> Callable[P, R]:
 _DESCRIBE = {
     "size", "dim", "ndimension", "stride", "storage_offset", "element_size", "is_contiguous", "__len__",
     "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_set_to",
-    "is_same_size", "get_device", "dim_order", "untyped_storage", "has_names", "_is_view", "
-    ""is_conj", "is_neg",
-    "result_type", "can_cast", "promote_types",
+    "is_same_size", "get_device", "dim_order", "untyped_storage", "has_names", "_is_view", "is_conj",
+    "is_neg", "result_type", "can_cast", "promote_types",
 }  # fmt: skip
 _GRAPH = {
     "requires_grad_", "detach_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
