@@ -91,7 +91,7 @@ def _train_and_measure(
         "params": _storage_nbytes([u.param_shard for u in units]),
         "masters": _storage_nbytes([u.master for u in units]),
         "grads": _storage_nbytes([u.gradients.shard for u in units]),
-        "moments": sum(t.numel() * t.element_size() for t in moments),
+        "moments": sum(t.shape.numel() * t.element_size() for t in moments),
         "reduce": _storage_nbytes([t for b in buffers for t in (b.full, b.shard)]),
         "staging": engine.mesh.staging_nbytes(),
         "gathered_after_step": _storage_nbytes([u.flat for u in units if u.memory.is_own]),

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.boundary import Boundary
 from mics.errors import SettingsError
-from mics.guard import ShardTensor, guard_initialisers, plainly
+from mics.guard import ShardTensor, guard_initialisers, plainly, run_plainly
 from mics.optimizer_state import make_contiguous
 from mics.unit import Unit
 
@@ -82,6 +82,7 @@ def register_params(boundary: Boundary) -> None:
             _places[shard] = _Place(ref(boundary), ref(unit), index)
 
 
+@run_plainly
 def optimizer_state_nbytes(boundary: Boundary) -> int:
     """Bytes on the device that optimizers keep for the parameters of this model."""
     found = 0

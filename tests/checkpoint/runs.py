@@ -107,11 +107,12 @@ def has_part_of(whole: dict[str, Any], model: nn.Module, optimizer: torch.optim.
     for held in contents.params:
         span = held.span(once=False)
         part = slice(span.start, span.stop)
-        equal.append(torch.equal(held.shard.view(-1), whole["model"][held.name].view(-1)[part]))
+        equal.append(torch.equal(held.shard.to_local().view(-1), whole["model"][held.name].view(-1)[part]))
         state = optimizer.state.get(held.shard, {}) if span else {}
         for key, value in (whole["optimizer"].get(held.name, {}) if span else {}).items():
             cut = value.view(-1)[part] if value.dim() else value.view(-1)
-            equal.append(torch.equal(state[key].view(-1), cut))
+            own = state[key].to_local() if value.dim() else state[key]
+            equal.append(torch.equal(own.view(-1), cut))
     has_some = any(
         held.span(once=False) for held in contents.params
     )  # the last of many ranks may have padding

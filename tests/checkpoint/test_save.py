@@ -256,8 +256,8 @@ def _special(path: str, name: str) -> bool:
     model, optimizer = made(0)
     for param in model.parameters():
         if param.requires_grad:
-            optimizer.state[param] = {"step": torch.tensor(3.0), "exp_avg": torch.rand_like(param)}
-            optimizer.state[param]["exp_avg_sq"] = torch.rand_like(param)
+            optimizer.state[param] = {"step": torch.tensor(3.0), "exp_avg": torch.rand(param.shape)}
+            optimizer.state[param]["exp_avg_sq"] = torch.rand(param.shape)
     mics.save(path, model, optimizer)
     other, theirs = made(1)
     mics.load(path, other, theirs)

@@ -245,9 +245,6 @@ class Watch(TorchDispatchMode):
     def _compare(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensors = list(_tensors((args, kwargs)))
         layout = self._common_layout(tensors)
-        if any(self.layout_of(tensor) is None for tensor in tensors):
-            piece = next(tensor for tensor in tensors if self.layout_of(tensor) is not None)
-            self._refuse(piece, "the other tensor is no piece of a sharded tensor")
         same = args[0].eq(args[1]) if name == "equal" else torch.isclose(*args, **kwargs)
         piece = same.reshape(-1)[: layout.local_numel if layout.counts else 0]
         different = Question(piece, piece, layout.whole_numel, self._world, self._label(layout), {})
