@@ -15,8 +15,8 @@ def test_exports() -> None:
         "SettingsError", "Traffic", "allow_optimizer", "audit", "clip_grad_norm_", "emulate",
         "full_gradients", "full_optimizer_state_dict", "full_state_dict", "load",
         "load_full_state_dict", "memory", "microsteps", "nonfinite_units",
-        "register_forward_method", "save", "shard",
-        "summon", "traffic",
+        "norms", "num_parameters", "register_forward_method", "save", "shard",
+        "summon", "summon_full_params", "traffic",
     ]  # fmt: skip
     assert all(hasattr(mics, name) for name in mics.__all__)
 

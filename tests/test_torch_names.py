@@ -11,6 +11,7 @@ import ast
 import importlib
 import inspect
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "tests", "benchmarks")
 
 # Private names that classes of ours have and objects of torch's too: looked up as torch's.
-IN_BOTH = {"_buffers", "_device_types", "_get_backend", "_modules", "_timeout", "_version"}
+IN_BOTH = {"_apply", "_buffers", "_device_types", "_get_backend", "_modules", "_timeout", "_version"}
 
 Places = dict[str, set[str]]  # name -> files that use it
 
@@ -38,7 +39,16 @@ def _holders() -> list[Any]:
     """Objects whose private attributes the sources read."""
     import transformers
 
-    found: list[Any] = [os, _Pair, torch.Tensor, nn.Module(), nn.LSTM(1, 1), torch.UntypedStorage]
+    found: list[Any] = [
+        os,
+        sys,
+        _Pair,
+        torch.ops.aten.add.Tensor,
+        torch.Tensor,
+        nn.Module(),
+        nn.LSTM(1, 1),
+        torch.UntypedStorage,
+    ]
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
     found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo._Options]
     return [*found, transformers.PreTrainedModel, transformers.AutoModel]

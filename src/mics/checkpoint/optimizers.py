@@ -280,8 +280,8 @@ def _state_after_a_step(optimizer: Optimizer, settings: Mapping[str, Any]) -> di
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
         return None  # a step of somebody else's may do anything
-    param = nn.Parameter(torch.zeros(1, device="cpu"))
-    param.grad = torch.zeros(1, device="cpu")
+    param = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    param.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
     taken = inspect.signature(kind).parameters.keys() - _IMPLEMENTATION
     try:
         trial = kind([param], **{key: value for key, value in settings.items() if key in taken})

@@ -57,13 +57,18 @@ def spread(tensor: Tensor, tag: int, *, group: dist.ProcessGroup) -> None:
         work.wait()
 
 
+def _nothing(size: int) -> tuple[Tensor, ...]:
+    """A number for each of ``size`` ranks."""
+    return torch.zeros(size, 1, dtype=torch.float32, device="cpu").unbind()
+
+
 def meet(tag: int, *, group: dist.ProcessGroup) -> None:
     """Return when all members have come here with the same tag."""
-    swap(torch.zeros(group.size(), 1).unbind(), torch.zeros(group.size(), 1).unbind(), tag, group=group)
+    swap(_nothing(group.size()), _nothing(group.size()), tag, group=group)
 
 
 def break_off(group: dist.ProcessGroup) -> None:
     """Have everything fail that waits in this group, in whatever thread, here and on its other members."""
     with suppress(RuntimeError):  # gloo closes all connections of a group when one wait of it takes too long
         neighbour = (group.rank() + 1) % group.size()
-        group.recv([torch.zeros(1)], neighbour, _NOBODY_SENDS).wait(_AT_ONCE)
+        group.recv([_nothing(1)[0]], neighbour, _NOBODY_SENDS).wait(_AT_ONCE)

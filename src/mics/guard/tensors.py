@@ -264,8 +264,10 @@ def norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     found = list(tensors)
     pieces = list(pieces_in(found))
+    if not found:
+        raise SettingsError("mics.norms: expected tensors, found none")
     if not pieces:
-        return torch.stack(torch._foreach_norm(found, norm_type)) if found else torch.zeros(0, device="cpu")
+        return torch.stack(torch._foreach_norm(found, norm_type))
     for piece in pieces:
         piece._prepare()
     watch, result = _run(torch._foreach_norm, "norms", pieces, (found, norm_type), {})
@@ -534,7 +536,7 @@ def _needs_grad(param: ShardParameter) -> bool:
 def _enter(param: ShardParameter) -> Tensor:
     owner = param._owner()
     with plainly():
-        anchor = torch.zeros((), device=param.device, requires_grad=True)
+        anchor = torch.zeros((), dtype=torch.float32, device=param.device, requires_grad=True)
         take = partial(owner.take_gradient, param.shard_layout.parts[0].name)
         entry: Tensor = Entry.apply(anchor, param, take)  # type: ignore[no-untyped-call]
     return ShardTensor.guard(entry, param.shard_layout, param.shard_owner)
