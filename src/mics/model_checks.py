@@ -120,7 +120,8 @@ def _share_elements(one: Tensor, other: Tensor) -> bool:
 
 def _places(tensor: Tensor) -> Tensor:
     """Where in its storage each element is."""
-    found = torch.tensor([tensor.storage_offset()])
+    found = torch.tensor([tensor.storage_offset()], dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        found = (found.unsqueeze(-1) + torch.arange(size) * stride).flatten()
+        steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
+        found = (found.unsqueeze(-1) + steps).flatten()
     return found
