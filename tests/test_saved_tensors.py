@@ -161,7 +161,7 @@ def _on_two_nodes(build: Callable[[], nn.Module], policies: list[mics.Activation
                 model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
+        found.append([parameter.to_local().clone() for parameter in model.parameters()])
     return found
 
 

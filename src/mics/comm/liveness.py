@@ -96,6 +96,7 @@ class Liveness:
         """Note the collective this rank is about to join."""
         if self._verdict:
             self._has_raised = True
+            self._wait_until_all_know()
             raise CollectiveError(f"{kind} of {label} was not begun. {self._verdict}")
         self._in = action = (kind, label)
         journal.add(action)
@@ -195,6 +196,8 @@ class Liveness:
             if self._read("asked"):
                 self._publish()
                 self._verdict = self._verdict or self._read("verdict")
+            if self._verdict:
+                self._set(f"knows/{self._rank}", "yes")
             if self._on_gpu:
                 self._listen(now)
             if self._num_entered != entered:
@@ -241,10 +244,23 @@ class Liveness:
             file=sys.stderr,
             flush=True,
         )
-        # Rank 0 may be the store's host: the others read the verdict first.
-        time.sleep(_WATCHED_BEATS * _BEAT_SECONDS * (1 if self._rank else 2))
+        self._wait_until_all_know()
         if not self._has_raised:
             os._exit(1)
+
+    def _wait_until_all_know(self) -> None:
+        """Until every rank has read the verdict, for a few beats at most.
+
+        NCCL ends a process whose peer is gone. So nobody goes before all have something better to say.
+        """
+        if not self._on_gpu:
+            return
+        deadline = time.monotonic() + _WATCHED_BEATS * _BEAT_SECONDS
+        waiting = set(range(self._world_size)) - {self._rank}
+        self._set(f"knows/{self._rank}", "yes")
+        while waiting and time.monotonic() < deadline:
+            waiting = {rank for rank in waiting if not self._read(f"knows/{rank}")}
+            time.sleep(_POLL_SECONDS if waiting else 0)
 
     # -- the store ----------------------------------------------------------------------------------
 
