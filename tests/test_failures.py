@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import toys
-from tests.ranks import RankPool
+from tests.ranks import RankPool, run_ranks
 
 TIMEOUT_S = 5.0
 
@@ -110,3 +111,17 @@ def test_a_stopped_rank_is_named() -> None:
         waited = answers[0].error
         assert waited is not None and waited.is_a("CollectiveError"), waited
         assert "rank 1" in waited.message, waited.message
+
+
+def _num_threads() -> int:
+    import mics
+
+    mics.shard(toys.Chain(), partition_size=1)
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
+def test_process_groups_go_with_their_world() -> None:
+    """A process that joins one world after another keeps no thread of those it left."""
+    found = [max(run_ranks(size, _num_threads)) for size in (2, 3) * 3]
+    assert found[-1] == found[0]

@@ -186,6 +186,8 @@ class Liveness:
         if not self._thread.is_alive():  # else it waits for a store that does not answer, and so would we
             self._publish("the end of the program")
             self._write(_LEFT)
+        self._journals = {}  # they hold process groups, each with threads of its own
+        atexit.unregister(self.close)
 
     def _beat(self) -> None:
         count = 0
