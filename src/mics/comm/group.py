@@ -81,7 +81,7 @@ class GroupCollectives:
             return
         self._count("all_gather", (self._size - 1) * _nbytes(shard))
         if self._is_gloo(out):
-            self._swap("all-gather", label, out.view(self._size, -1), shard.view(-1).expand(self._size, -1))
+            self._swap("all-gather", label, self._rows(out), [shard] * self._size)
         elif self._exchange:
             self._send_to_all(out, shard, label)
         else:
@@ -183,16 +183,19 @@ class GroupCollectives:
         One hop instead of one for each member. And a backend's own reduce-scatter would add in the format of
         the wire, and round at every member it passes.
         """
+        rows: Tensor | Sequence[Tensor]
         received = self._staged("received", buffer, wire)
         sent = buffer
         if wire is not buffer.dtype:
             sent = self._staged("sent", buffer, wire)
             sent.copy_(buffer)
         if self._is_gloo(sent):
-            self._swap("reduce-scatter", label, received.view(self._size, -1), sent.view(self._size, -1))
+            rows = self._rows(received)
+            self._swap("reduce-scatter", label, rows, self._rows(sent))
         else:
             self._call("reduce-scatter", label, dist.all_to_all_single, received, sent)
-        _add_up(out, received.view(self._size, -1))
+            rows = received.view(self._size, -1)
+        _add_up(out, rows)
 
     def _send_to_all(self, out: Tensor, shard: Tensor, label: str) -> None:
         """Gather in one hop: every member sends its chunk to each of the others."""
@@ -206,20 +209,24 @@ class GroupCollectives:
         if not maximum and tensor.numel() % self._size == 0:
             own = tensor.view(self._size, -1)[self._position]
             self._exchange_and_add(own, tensor, label, tensor.dtype)
-            self._swap("all-gather", label, tensor.view(self._size, -1), own.expand(self._size, -1))
+            self._swap("all-gather", label, self._rows(tensor), [own] * self._size)
             return
         flat = tensor.view(-1)
-        rows = self._staged("received", flat, times=self._size).view(self._size, -1)
-        self._swap("all-reduce", label, rows, flat.expand(self._size, -1))
+        received = self._staged("received", flat, times=self._size).view(self._size, -1)
+        rows = received.unbind()
+        self._swap("all-reduce", label, rows, [flat] * self._size)
         if maximum:
-            flat.copy_(rows.amax(0))
+            flat.copy_(received.amax(0))
         else:
             _add_up(flat, rows)
 
-    def _swap(self, kind: str, label: str, received: Tensor, sent: Tensor) -> None:
-        """Row r of ``sent`` to member r, and row r of ``received`` from there. Over gloo."""
-        tag = tag_of(kind, label, _nbytes(received))
-        self._call(kind, label, swap, received.unbind(), sent.unbind(), tag)
+    def _swap(self, kind: str, label: str, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """``sent[r]`` to member r, and ``received[r]`` from there. Over gloo."""
+        self._call(kind, label, swap, received, sent, tag_of(kind, label, self._size * _nbytes(received[0])))
+
+    def _rows(self, tensor: Tensor) -> Sequence[Tensor]:
+        """A chunk of ``tensor`` for each member."""
+        return tensor.view(self._size, -1).unbind()
 
     def _is_gloo(self, tensor: Tensor) -> bool:
         return self.is_real and tensor.device.type == "cpu"
@@ -270,19 +277,20 @@ def _coalesced(group: Any, name: str, old_name: str, *args: Any) -> None:
         work.wait()
 
 
-def _add_up(out: Tensor, rows: Tensor) -> None:
+def _add_up(out: Tensor, rows: Tensor | Sequence[Tensor]) -> None:
     """``out`` = the sum of ``rows`` in their order, in the wider of both formats.
 
     Formats narrower than float32 are added in float32: a sum over many ranks would drown in rounding.
     """
     wide = out.dtype if out.dtype.itemsize >= 4 else torch.float32
-    if out.device.type != "cpu":  # one kernel; on the CPU the loop is what a single process can repeat
+    if isinstance(rows, Tensor) and out.device.type != "cpu":
+        # One kernel; on the CPU the loop is what a single process can repeat.
         if out.dtype is wide:
             torch.sum(rows, 0, dtype=wide, out=out)
         else:
             out.copy_(torch.sum(rows, 0, dtype=wide))
         return
-    first, *others = rows.unbind()
+    first, *others = rows
     total = first if first.dtype is wide else first.to(wide)
     for row in others:
         total += row
