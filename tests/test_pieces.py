@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -184,7 +185,105 @@ def _logged_in_hooks(run: Run) -> list[Any]:
     return [*run.state(model), seen]
 
 
+def _gradients_kept(run: Run) -> list[Any]:
+    """Gradients of two tasks, each held beyond `zero_grad()` as they are, as `.data` and as `detach()`."""
+    model = run.shard(toys.Chain())
+    optimizer = sgd(model)
+    params = list(model.parameters())
+    found = []
+    for step in range(2):
+        run.backward(_loss(model, step))
+        first = [p.grad for p in params]
+        views = [p.grad.data if index % 2 else p.grad.detach() for index, p in enumerate(params)]
+        optimizer.zero_grad()
+        run.backward(_loss(model, step, 1))
+        for param, one, view in zip(params, first, views, strict=True):
+            found += [one.norm().item(), view.norm().item(), (one * param.grad).sum().item()]
+            param.grad = one - 0.5 * param.grad
+        found.append(run.clip(model, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*run.state(model), found]
+
+
+def _swapped_weights(run: Run) -> list[Any]:
+    """The weights of an average put in their place by `.data`, and the old ones back, without copies."""
+    model = run.shard(toys.Chain())
+    optimizer = sgd(model)
+    average = [p.data.clone() for p in model.parameters()]
+    losses = []
+    for step in range(3):
+        run.backward(_loss(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.mul_(0.5).add_(p.detach(), alpha=0.5)
+        kept = [p.data for p in model.parameters()]
+        for mean, p in zip(average, model.parameters(), strict=True):
+            p.data = mean
+        with torch.no_grad():
+            losses.append(_loss(model, 9)(0).item())
+        for old, p in zip(kept, model.parameters(), strict=True):
+            p.data = old
+    return [*run.state(model), losses]
+
+
+def _whole_operands(run: Run) -> list[Any]:
+    """Masks, targets and gradients as whole plain tensors, the same on every rank."""
+    model = run.shard(toys.Chain())
+    plain = {name: p.detach() for name, p in toys.Chain().named_parameters()}
+    optimizer = sgd(model)
+    found = []
+    for step in range(2):
+        run.backward(_loss(model, step))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.grad.add_(plain[name], alpha=0.1)
+                p.mul_((plain[name] > 0).to(p))
+                found.append((p - plain[name]).norm().item())
+                found.append(torch.equal(p, plain[name]))
+        optimizer.step()
+        for name, p in model.named_parameters():
+            p.grad = plain[name] * 0.5
+        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*run.state(model), found]
+
+
+def _learned_weight(run: Run) -> list[Any]:
+    """A parameter of one number weighs the loss outside of any forward."""
+    model = toys.Chain()
+    model.scale = nn.Parameter(torch.tensor(0.3))
+    model = run.shard(model)
+    optimizer = sgd(model)
+    for step in range(3):
+        loss = _loss(model, step)
+        run.backward(lambda rank, loss=loss: loss(rank) * torch.exp(-model.scale) + model.scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.state(model)
+
+
+def _frozen_later(run: Run) -> list[Any]:
+    """A parameter frozen after sharding has no gradient, and weight decay leaves it alone."""
+    model = run.shard(toys.Chain())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    frozen = next(model.parameters()).requires_grad_(False)
+    for step in range(2):
+        run.backward(_loss(model, step))
+        assert frozen.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.state(model)
+
+
 SCRIPTS = [
+    _gradients_kept,
+    _swapped_weights,
+    _whole_operands,
+    _learned_weight,
+    _frozen_later,
     _average_by_lerp,
     _average_by_data,
     _averaged_model,
@@ -223,10 +322,35 @@ def _refusals() -> None:
     for init in ("xavier_uniform_", "orthogonal_", "kaiming_normal_", "trunc_normal_", "normal_", "uniform_"):
         with pytest.raises(MicsError, match=r"summon_full_params\(model, write=True\)"):
             getattr(nn.init, init)(weight)
+    plain_pieces: list[Callable[[], Any]] = [
+        lambda: weight.data.add_(torch.randn(weight.shape)),
+        lambda: weight + torch.randn(weight.shape),
+        lambda: setattr(weight, "data", torch.randn(weight.shape)),
+        lambda: setattr(weight, "grad", torch.randn(weight.shape)),
+        lambda: weight.as_subclass(Tensor),
+        lambda: weight.square().backward(),
+    ]
+    for use in plain_pieces:
+        with pytest.raises(MicsError, match="expected"):
+            use()
+    assert torch.ones(3, dtype=torch.float64).to(weight).dtype is torch.float32
+    with pytest.raises(SettingsError, match="piece"):
+        mics.save(tempfile.mkdtemp(), model, extra_state={"best": state})
+    model.zero_grad()
+    model(*toys.floats(0, 0, dist.get_rank())).backward()
+    held = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(*toys.floats(0, 0, dist.get_rank())).backward()
+    with pytest.raises(MicsError, match=r"clone\(\) it before zero_grad"):
+        held[0].norm()
     with pytest.raises(MicsError, match="backward"):
         torch.autograd.grad(model(*toys.floats(0, 0, 0)), list(model.parameters()))
     with pytest.raises(SettingsError, match="AdamW"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).state_dict())
+    with pytest.raises(SettingsError, match="decoupled_weight_decay"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    with pytest.raises(SettingsError, match="param_groups"):
+        optimizer.load_state_dict(mics.full_optimizer_state_dict(model, optimizer))
     groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(SettingsError, match="groups"):
         optimizer.load_state_dict(torch.optim.AdamW(groups).state_dict())
@@ -268,6 +392,50 @@ def test_initialisers_in_the_context_of_whole_parameters() -> None:
             torch.testing.assert_close(gram, torch.eye(len(gram)), atol=1e-5, rtol=1e-5)
         if value.dim() == 1:
             assert (value == 0.5).all()
+
+
+def _different_states() -> list[str]:
+    """What ranks say that load other whole tensors than their neighbours, and whether anything was loaded."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = mics.shard(toys.Chain(), partition_size=2)
+    before = mics.full_state_dict(model, rank0_only=False)
+    torch.manual_seed(rank)
+    said = []
+    for state in (toys.Chain().state_dict(), mics.full_state_dict(model)):
+        for strict in (True, False):
+            with pytest.raises(SettingsError) as caught:
+                model.load_state_dict(state, strict=strict)
+            said.append(str(caught.value))
+    after = mics.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    return said
+
+
+def test_whole_tensors_that_differ_between_ranks_are_not_loaded() -> None:
+    """They would become a model that is nobody's: a piece of each."""
+    for said in run_ranks(4, _different_states):
+        assert all("rank0_only=False" in each and "mics.load_full_state_dict" in each for each in said)
+        assert "on some ranks" in said[0] and "missing on ranks 1, 2 and 3" in said[2]
+
+
+def _average_in_float32() -> list[Tensor]:
+    model = toys.Chain()
+    average = copy.deepcopy(model).requires_grad_(False)
+    mics.shard(model, partition_size=2, precision=mics.Precision(param=torch.bfloat16))
+    mics.shard(average, partition_size=2, precision=mics.Precision(param=torch.float32))
+    with torch.no_grad():
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            p.mul_(2)
+            mean.lerp_(p, 0.5)
+    return [p.full_tensor() for p in average.parameters()]
+
+
+def test_an_average_in_float32_of_a_model_in_bfloat16() -> None:
+    """Both have one layout, whatever their formats."""
+    torch.manual_seed(1000)
+    expected = [1.5 * p.detach() for p in toys.Chain().parameters()]
+    torch.testing.assert_close(run_ranks(4, _average_in_float32)[0], expected)
 
 
 def _counts() -> tuple[int, int, int]:

@@ -34,9 +34,9 @@ _CHAIN = partial(toys.Chain, NUM_BLOCKS)
 Calls = dict[tuple[str, str], int]
 
 
-def _unit_numel(num_ranks: int, itemsize: int) -> int:
+def _unit_numel(num_ranks: int) -> int:
     """Elements of one padded block: every parameter aligned, the whole divisible among the ranks."""
-    align = 16 // itemsize
+    align = 8
     end = 0
     for parameter in toys.Block().parameters():
         end = -(-(end + parameter.numel()) // align) * align
@@ -122,7 +122,7 @@ def _hop_1(num_micro: int, partition_size: int, num_ranks: int, itemsize: int) -
     """Calls and bytes along the partition axis of some micro-steps."""
     if partition_size == 1 or num_micro == 0:
         return {}, 0
-    chunk = _unit_numel(num_ranks, itemsize) // partition_size
+    chunk = _unit_numel(num_ranks) // partition_size
     num_gathers = (2 * NUM_BLOCKS - 1) * num_micro
     num_reductions = NUM_BLOCKS * num_micro
     nbytes = (partition_size - 1) * chunk * (num_gathers * itemsize + num_reductions * FP32)
@@ -135,7 +135,7 @@ def _hop_2(
     """Calls and bytes along the replication axis of one boundary, refresh included."""
     if num_replicas == 1:
         return {}, 0
-    piece = _unit_numel(partition_size * num_replicas, itemsize) // partition_size // num_replicas
+    piece = _unit_numel(partition_size * num_replicas) // partition_size // num_replicas
     if optimizer_sharding == "world":
         calls = {"reduce_scatter": NUM_BLOCKS, "all_gather": NUM_BLOCKS}
         return calls, NUM_BLOCKS * (num_replicas - 1) * piece * (FP32 + itemsize)
@@ -190,7 +190,7 @@ def test_prefetch_moves_nothing_more(partition_size: int, announced: bool) -> No
     num_kept = accumulation + (2 * (accumulation - 1) if announced else 0)
     num_kept = num_kept if partition_size > 1 else 0
     itemsize = BF16 if bf16 else FP32
-    chunk_nbytes = _unit_numel(4, itemsize) // partition_size * itemsize
+    chunk_nbytes = _unit_numel(4) // partition_size * itemsize
     for found, without in zip(ahead, plain, strict=True):
         calls, partition_nbytes, replication_nbytes = _total(*without.values())
         if num_kept:
@@ -306,7 +306,7 @@ def test_a_forward_gathers_each_unit_once(no_grad: bool) -> None:
 def test_two_nodes_send_each_chunk_over_the_network_once() -> None:
     """A group over two nodes of two: one logical gather, `(p - k) / p` of a unit between nodes."""
     by_axis = run_ranks(4, _links, ranks_per_node=2)
-    unit = _unit_numel(4, FP32) * FP32
+    unit = _unit_numel(4) * FP32
     for intra, inter, partition in by_axis:
         assert partition == NUM_BLOCKS * 3 * (unit * 3 // 4)
         assert inter == NUM_BLOCKS * 3 * (unit // 4)

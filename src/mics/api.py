@@ -43,7 +43,7 @@ from mics.settings import (
     ranks_on_gpu,
     whole_node,
 )
-from mics.state import shard_of_full
+from mics.state import agree_on_full, shard_of_full
 from mics.topology import Topology
 from mics.unit import Unit, UnitMemory
 from mics.unit_spec import Share
@@ -331,6 +331,7 @@ def _build(
     members = Members(model, schedule, on_change=synchronize_buffers.look_again)
     boundary.follow(schedule)
     register_params(boundary)
+    model._register_load_state_dict_pre_hook(agree_on_full, with_module=True)
     for module in model.modules():
         if module._parameters:
             module._register_load_state_dict_pre_hook(shard_of_full, with_module=True)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 from weakref import ref
 
 import torch
@@ -28,6 +30,8 @@ from mics.unit import Unit, refresh_together
 from mics.unit_gradients import GradState, InUse, reduce_over_replicas
 
 _NUM_UNITS_TO_READ = 2  # gathers after which a lane has surely read what it was given before
+_one: Final = [object()]
+_NOT_HELD: Final = sys.getrefcount(_one[0])  # of what a list alone refers to
 
 
 class Boundary:
@@ -93,6 +97,7 @@ class Boundary:
         """Hop 1 of a unit whose backward is over, and hop 2 if this micro-step is the last."""
         self.guard_again()  # an optimizer's step that was broken off
         self._adopt_assigned(unit)
+        self._leave_cleared(unit)
         self._let_go()
         in_use = unit.gradients.reduce(self._buffer(unit), self._scale)
         if in_use.read is not DONE:
@@ -247,9 +252,28 @@ class Boundary:
             self._guards[unit.spec.index] = guards
         with plainly():
             for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True)):
-                if shard.grad is None:
+                if shard.grad is None and shard.requires_grad:
                     unit.gradients.check_unhooked(index)
                     shard.grad = guard
+
+    def _leave_cleared(self, unit: Unit) -> None:
+        """Before the next gradients come: the user may hold some that were cleared."""
+        if unit.spec.index in self._guards and unit.gradients.state is not GradState.EMPTY:
+            with plainly():
+                cleared = [index for index, shard in enumerate(unit.shards) if shard.grad is None]
+            self._leave(unit, cleared)
+
+    def _leave(self, unit: Unit, indices: Sequence[int]) -> None:
+        """Leave gradients that are not ``parameter.grad`` any more to whoever holds them."""
+        guards = self._guards.get(unit.spec.index, [])
+        held = [index for index in indices if guards and sys.getrefcount(guards[index]) > _NOT_HELD]
+        for index in held:
+            if unit.gradients.state is GradState.PARTIAL and self._mesh.replication.size > 1:
+                guards[index].is_lost = True  # a sum over the partition group alone
+            else:
+                unit.gradients.settle()
+                guards[index].keep_for_user()
+            guards[index] = ShardGrad.of(unit.gradients.views[index], unit.layouts[index], self.weak_owner)
 
     def _take_gradient(self, name: str, gradient: Tensor) -> None:
         """A backward has come to this rank's piece of a parameter, outside of any forward (a penalty)."""
@@ -257,6 +281,7 @@ class Boundary:
         self.guard_again()
         with plainly(), torch.no_grad():
             self._adopt_assigned(unit)
+            self._leave_cleared(unit)
             unit.gradients.add_local(index, gradient)
         self._show(unit)
         self._fresh_grads = True
@@ -281,6 +306,7 @@ class Boundary:
                 value.check_kept()
                 self._check_assigned(unit.layouts[index], value)
         unit.gradients.make_reduced()
+        self._leave(unit, assigned)
         if not self._fresh_grads:
             # Unless it is news to the ranks that a parameter has a gradient, they have agreed already.
             self._clipped = None

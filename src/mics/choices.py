@@ -189,7 +189,6 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
         reduce_dtype = precision.reduce_dtype(param_dtype)
         layout = plan_layout(
             [(ref.name, tuple(ref.param.shape)) for ref in refs],
-            itemsize=min(param_dtype.itemsize, reduce_dtype.itemsize),
             num_chunks=topology.partition_size,
             num_pieces=topology.num_replicas,
         )

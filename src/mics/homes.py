@@ -103,7 +103,7 @@ def _place(
         )
         placed[unit] = _first_gap(taken, room[unit])
     end = max((offset + sizes[unit] for unit, offset in placed.items()), default=0)
-    return Homes(offsets=placed, nbytes=_aligned(end))
+    return Homes(offsets=placed, nbytes=aligned(end))
 
 
 def _lifetimes(recorded: Recorded) -> dict[int, list[tuple[int, int]]]:
@@ -137,9 +137,10 @@ def _first_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
     for start, end in taken:
         if offset + nbytes <= start:
             break
-        offset = max(offset, _aligned(end))
+        offset = max(offset, aligned(end))
     return offset
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """``nbytes`` as the allocator gives them."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -6,8 +6,9 @@ A unit of three parameters over p = 2 chunks, each halved again over R = 2 repli
     chunks   |            chunk 0           |           chunk 1     |      one per rank of a partition group
     pieces   |      0       |       1       |      0      |    1    |      one per replica of that rank
 
-Every parameter, chunk and piece starts at a multiple of ``ALIGNMENT_NBYTES``: matrix kernels want aligned
-weights, and collectives want aligned buffers.
+Every parameter, chunk and piece starts at a multiple of ``ALIGNMENT`` elements: matrix kernels want weights
+at multiples of 16 bytes, and collectives want aligned buffers. Elements, not bytes: so models of one
+architecture have one layout, whatever their formats, and an average in float32 matches a model in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT_NBYTES = 16
+ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +86,15 @@ class UnitLayout:
 
 
 def plan_layout(
-    shapes: Sequence[tuple[str, tuple[int, ...]]], *, itemsize: int, num_chunks: int, num_pieces: int
+    shapes: Sequence[tuple[str, tuple[int, ...]]], *, num_chunks: int, num_pieces: int
 ) -> UnitLayout:
-    """Lay parameters of ``itemsize`` bytes an element out one after the other."""
-    align_numel = max(1, ALIGNMENT_NBYTES // itemsize)
+    """Lay parameters out one after the other."""
     slots = []
     end = 0
     for name, shape in shapes:
         slots.append(Slot(name=name, shape=tuple(shape), start=end))
-        end = round_up(slots[-1].stop, align_numel)
-    numel = round_up(end, align_numel * num_chunks * num_pieces)
+        end = round_up(slots[-1].stop, ALIGNMENT)
+    numel = round_up(end, ALIGNMENT * num_chunks * num_pieces)
     return UnitLayout(slots=tuple(slots), numel=numel, num_chunks=num_chunks, num_pieces=num_pieces)
 
 

@@ -13,6 +13,11 @@ from mics.errors import SettingsError
 
 def check_model(model: nn.Module) -> None:
     """Raise unless ``model`` has ordinary parameters, each with memory of its own."""
+    if torch.is_inference_mode_enabled():
+        raise SettingsError(
+            "mics.shard: expected to run outside torch.inference_mode(), found it on, where tensors keep no "
+            "track of edits; shard the model first"
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SettingsError(

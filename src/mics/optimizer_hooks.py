@@ -180,8 +180,13 @@ def _load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """``state_dict`` with this rank's pieces. Raises before anything is overwritten."""
-    groups, own = state_dict["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise SettingsError(
+            f"{kind}.load_state_dict: expected 'state' and 'param_groups', as in optimizer.state_dict(), "
+            f"found {sorted(map(str, state_dict))[:4]}; mics.save and mics.load keep optimizer state"
+        )
+    groups, own = state_dict["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
         raise SettingsError(
             f"{kind}.load_state_dict: expected parameter groups of "
@@ -194,8 +199,12 @@ def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
         if missing:
             raise SettingsError(
                 f"{kind}.load_state_dict: expected the state of a {kind}, found one without "
-                f"{sorted(missing)}; "
-                "build the optimizer class that was saved"
+                f"{sorted(missing)}; build the optimizer class that was saved"
+            )
+        if saved.get(_DECOUPLED, own_decay := group.get(_DECOUPLED)) != own_decay:  # Adam and AdamW
+            raise SettingsError(
+                f"{kind}.load_state_dict: expected the state of a {kind}, found one with "
+                f"{_DECOUPLED}={saved[_DECOUPLED]}; build the optimizer class that was saved"
             )
     saved_ids = [saved_id for group in groups for saved_id in group["params"]]
     params = dict(zip(saved_ids, _params_of(optimizer), strict=True))
@@ -301,6 +310,7 @@ def _why_not(base: type) -> str | None:
     return _REFUSED.get(base.__name__)
 
 
+_DECOUPLED = "decoupled_weight_decay"
 _hooks_installed = False
 _original_load = Optimizer.load_state_dict
 _met: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()  # ids of our hooks on it

@@ -194,7 +194,8 @@ def _check_unsharded(model: nn.Module) -> None:
     if inside is not None:
         raise SettingsError(
             f"mics.shard: expected a model that is not sharded yet, found {inside or 'the model'!r} "
-            "already sharded; call mics.shard once, on the outermost module, and again on new parts alone"
+            "already sharded; call mics.shard once, on the outermost module, and again on new parts alone "
+            "(new parameters beside a sharded module go into a module of their own, which is the new part)"
         )
 
 

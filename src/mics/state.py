@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 from weakref import ref
+from zlib import crc32
 
 import torch
 import torch.nn as nn
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mics.comm.journal import calling, collective_call, in_call
+from mics.comm.journal import calling, collective_call, in_call, name_ranks
 from mics.engine import Engine, engines_of, units_of
 from mics.errors import SettingsError
 from mics.guard import Layout, ShardTensor, run_plainly
 from mics.unit import Unit
 from mics.unit_gradients import GradState
+
+_NUM_SAMPLED: Final = 1024  # elements of a tensor that tell it from another
 
 
 @collective_call
@@ -201,7 +204,8 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
             overlap = slot.overlap(span)
             part = value.reshape(-1)[overlap.start - slot.start : overlap.stop - slot.start]
             part = part.view(shard.shape)
-            state_dict[prefix + attribute] = part.clone() if distributed else part  # frees the whole one
+            part = part.clone() if distributed else part  # frees the whole one
+            state_dict[prefix + attribute] = ShardTensor.guard(part, unit.layouts[index], shard.shard_owner)
         else:
             raise SettingsError(
                 f"{prefix + attribute}: expected the whole tensor of shape {slot.shape}, found "
@@ -209,6 +213,37 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
                 "mics.full_state_dict(model) has whole tensors, and mics.load(path, model) reads "
                 "what mics.save wrote"
             )
+
+
+def agree_on_full(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a sharded model loads its state: raise unless all ranks load the same whole tensors."""
+    world = engines_of(model)[0].world
+    found = {
+        key.removeprefix(prefix): _sample(value)
+        for key, value in state_dict.items()
+        if key.startswith(prefix)
+        and isinstance(value, Tensor)
+        and not isinstance(value, ShardTensor | DTensor)
+    }
+    with calling("load_state_dict"):
+        if len(set(world.gather_objects(crc32(repr(sorted(found.items())).encode())))) == 1:
+            return
+        by_rank = world.gather_objects(found)
+    name = next(name for name in sorted(set().union(*by_rank)) if len({f.get(name) for f in by_rank}) > 1)
+    without = [rank for rank, values in enumerate(by_rank) if name not in values]
+    raise SettingsError(
+        "load_state_dict of a sharded model: expected the same whole tensors on every rank, found "
+        + (f"{name!r} missing on {name_ranks(without)}" if without else f"another {name!r} on some ranks")
+        + "; load the same file on all ranks, take mics.full_state_dict(model, rank0_only=False), or call "
+        "mics.load_full_state_dict(model, state), which sends what rank 0 has to the others"
+    )
+
+
+def _sample(value: Tensor) -> tuple[Any, ...]:
+    """What tells one tensor from another: its shape, its format and some of its elements."""
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _NUM_SAMPLED)].contiguous().cpu()
+    return tuple(value.shape), str(value.dtype), crc32(some.view(torch.uint8).numpy().tobytes())
 
 
 def _check_piece(name: str, value: ShardTensor, layout: Layout) -> None:

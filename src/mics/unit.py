@@ -126,7 +126,7 @@ class Unit:
         # The same memory with a version counter of its own: what lanes write to it is nobody's edit.
         self._incoming = self.param_shard.data
         self.layouts = share.layouts_of(spec)  # which elements each of ``shards`` holds
-        self.shards: list[nn.Parameter] = [
+        self.shards: list[ShardParameter] = [
             ShardParameter.of(view, layout, ref(owner), trainable=spec.trainable)
             for view, layout in zip(self.views_of(self.master), self.layouts, strict=True)
         ]
@@ -446,7 +446,8 @@ def refresh_together(units: Sequence[Unit]) -> None:
             unit._own_params.copy_(unit.master)
     if units and units[0].share.masters_over_replicas:
         pairs = [(unit._incoming, unit._own_params) for unit in units]
-        ticket = units[0]._mesh.replication.gather_together(pairs, label_of([unit.spec for unit in units]))
+        label = f"new values of {label_of([unit.spec for unit in units])}"
+        ticket = units[0]._mesh.replication.gather_together(pairs, label)
         for unit in units:
             unit._refreshed = ticket
     for unit in units:

@@ -181,8 +181,13 @@ class UnitGradients:
         if self.state is GradState.EMPTY:
             return
         with plainly():
-            cleared = [index for index, shard in enumerate(self._shards) if shard.grad is None]
-        if len(cleared) == len(self._shards):
+            shown = any(shard.grad is not None for shard in self._shards)
+            cleared = [
+                index
+                for index, shard in enumerate(self._shards)
+                if shard.grad is None and shard.requires_grad
+            ]
+        if not shown:
             self.state = GradState.EMPTY
             self.used = [False] * len(self.used)
         elif cleared:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mics.checkpoint.index import DTYPES, dtype_name, dtype_of, sizes_of
 from mics.errors import CheckpointError, SettingsError
+from mics.guard import ShardTensor
 
 _MAX_DEPTH: Final = 100
 _MAX_KEY_BITS: Final = 64
@@ -47,6 +48,12 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         case set() | frozenset():
             tag = "$set" if isinstance(value, set) else "$frozenset"
             return {tag: [_encode_key(item, where, inside) for item in sorted(value, key=repr)]}
+        case ShardTensor():
+            raise SettingsError(
+                f"{where}: expected values that are the same on every rank, found this rank's piece of a "
+                "sharded tensor; mics.save(path, model, optimizer) keeps the model itself, and "
+                "mics.full_state_dict(model, rank0_only=False) has whole tensors"
+            )
         case Tensor():
             if value.layout != torch.strided or value.is_meta or dtype_name(value.dtype) not in DTYPES:
                 raise _cannot(value, where)

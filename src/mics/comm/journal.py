@@ -26,9 +26,9 @@ _VERBS: Final = {
 }
 SAME_CALLS: Final = (
     "Every rank must make the same calls in the same order. Call the same modules on all ranks: draw "
-    "LayerDrop or stochastic depth from the same seed on all of them, and skip a batch on all ranks or on "
-    "none. Do not put evaluation, mics.save, mics.full_state_dict or mics.clip_grad_norm_ under "
-    "`if rank == 0`: call them on every rank, and write or print on one"
+    "LayerDrop or stochastic depth from the same seed on all of them, skip a batch on all ranks or on none, "
+    "and edit parameters on all of them. Do not put evaluation, mics.save, mics.full_state_dict or "
+    "mics.clip_grad_norm_ under `if rank == 0`: call them on every rank, and write or print on one"
 )
 
 P = ParamSpec("P")

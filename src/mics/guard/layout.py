@@ -69,6 +69,15 @@ class Layout:
     def whole_shape(self) -> tuple[int, ...]:
         return self.parts[0].shape if len(self.parts) == 1 else (self.whole_numel,)
 
+    def is_whole(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor has all elements of the one tensor that this is a part of."""
+        return len(self.parts) == 1 and tuple(tensor.shape) == self.parts[0].shape
+
+    def own_part_of(self, whole: Tensor) -> Tensor:
+        """This rank's elements of a whole tensor, in the shape of a piece."""
+        (part,) = self.parts
+        return whole.reshape(-1)[part.start : part.stop].view(part.local_shape)
+
     def keeps(self, shape: tuple[int, ...]) -> bool:
         """Whether a piece of this shape still has its elements where a reduction over all dims finds them."""
         flat = (self.local_numel + self.padding,)

@@ -87,7 +87,7 @@ class Watch(TorchDispatchMode):
 
     def _run_elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors((args, kwargs)))
-        layout = self._common_layout(tensors)
+        layout = self._common_layout(tensors, _targets(func, args, kwargs))
         result = func(*args, **kwargs)
         shape = next(tensor.shape for tensor in tensors if self.layout_of(tensor) is not None)
         for made in _tensors(result):
@@ -98,24 +98,29 @@ class Watch(TorchDispatchMode):
 
     def _check_targets(self, func: Any, piece: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A plain tensor that a piece is written to becomes a piece: no part of something larger may."""
-        if not func._schema.is_mutable:
-            return
-        bound = _bind(func, args, kwargs)
-        written = [bound.get(each.name) for each in func._schema.arguments if _is_written(each)]
-        for target in _tensors(written):
+        for target in _targets(func, args, kwargs):
             alone = type(target) is Tensor and target.untyped_storage().nbytes() == target.nbytes
             if self.layout_of(target) is None and not alone:
                 self._refuse(piece, "it would be written to a plain parameter, or into a larger tensor")
 
-    def _common_layout(self, tensors: Sequence[Tensor]) -> Layout:
-        """The layout of the pieces among ``tensors``. Raises if the others do not match it."""
+    def _common_layout(self, tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Layout:
+        """The layout of the pieces among ``tensors``. Raises if the others do not match it.
+
+        Plain tensors do not: nobody knows which elements they stand for, nor whether ranks agree on them.
+        Single numbers are fine, and so are targets of the right size, which become pieces.
+        """
         pieces = [(tensor, self.layout_of(tensor)) for tensor in tensors]
         first, layout = next((tensor, found) for tensor, found in pieces if found is not None)
         assert layout is not None
         for tensor, found in pieces:
             if found is None:
-                if tensor.numel() != 1 and tensor.shape != first.shape:
-                    self._refuse(first, f"the other tensor has the shape {list(tensor.shape)}")
+                is_target = tensor.shape == first.shape and any(tensor is each for each in targets)
+                if tensor.numel() != 1 and not is_target:
+                    self._refuse(
+                        first,
+                        f"the other tensor, of shape {list(tensor.shape)}, is neither a piece nor whole; "
+                        "make pieces with torch.zeros_like(p) and the like",
+                    )
             elif found != layout or tensor.shape != first.shape:
                 self._refuse(
                     first,
@@ -167,10 +172,11 @@ class Watch(TorchDispatchMode):
         if not is_elementwise(func):
             self._refuse(first, f"{name} needs elements of other ranks")
         layouts: list[Layout | None] = []
+        targets = _targets(func, args, kwargs)
         for tensors in zip_longest(*lists):
             found = [tensor for tensor in (*tensors, *alone) if tensor is not None]
             is_piece = any(self.layout_of(tensor) is not None for tensor in found)
-            layouts.append(self._common_layout(found) if is_piece else None)
+            layouts.append(self._common_layout(found, targets) if is_piece else None)
         result = func(*args, **kwargs)
         for made in [result] if _is_tensor_list(result) else lists[: int(func._schema.is_mutable)]:
             for tensor, layout in zip(made, layouts, strict=True):
@@ -308,6 +314,14 @@ def _is_view(func: Any) -> bool:
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    bound = _bind(func, args, kwargs)
+    return list(_tensors([bound.get(each.name) for each in func._schema.arguments if _is_written(each)]))
 
 
 def _is_full(dim: Any, num_dims: int) -> bool:

@@ -7,7 +7,7 @@ optimizer steps, it sees plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import ref
@@ -52,6 +52,7 @@ _GRAPH = {
 }  # fmt: skip
 _OF_THE_GRAPH = (Tensor.grad, Tensor._base)  # attributes that are tensors and no views
 _COUNTS = {"numel", "nelement"}
+_LIKE_ANOTHER = {"to", "type_as"}  # take a tensor for its device and format alone
 _READS_ONE = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__",
               "is_nonzero", "__format__"}  # fmt: skip
 
@@ -63,11 +64,13 @@ class ShardTensor(Tensor):
     # Weak: Python's collector does not see what a parameter holds as its ``grad``, so a strong reference
     # back would keep every model alive whose gradients were not cleared at the end.
     shard_owner: ref[ShardOwner]
+    _root: ShardTensor | None = None  # the piece whose memory this one shares
+    _aliases: list[ref[ShardTensor]] | None = None  # pieces that share this one's memory
 
     @classmethod
     def guard(cls, piece: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardTensor:
         """``piece`` itself, behind the guard."""
-        guarded: Any = piece if type(piece) is Tensor else piece.as_subclass(Tensor)
+        guarded: Any = piece if type(piece) is Tensor else Tensor.as_subclass(piece, Tensor)
         guarded.__class__ = cls
         guarded.shard_layout, guarded.shard_owner = layout, owner
         return guarded  # type: ignore[no-any-return]
@@ -102,9 +105,30 @@ class ShardTensor(Tensor):
 
     def check_kept(self) -> None:
         """Raise if its values are gone. Only gradients that were put aside may be."""
+        if self._root is not None:
+            self._root.check_kept()
+
+    def part_from_aliases(self) -> None:
+        """Give all that shares this piece's memory a copy: the piece is about to get other values.
+
+        As in torch, where ``p.data = x`` and a gradient after ``zero_grad()`` are other memory.
+        """
+        aliases, self._aliases = self._aliases or [], None
+        with plainly(), torch.no_grad():
+            for alias in (found for each in aliases if (found := each()) is not None):
+                alias.data = alias.as_subclass(Tensor).clone()
+                alias._root = None
+
+    def _share_with(self, alias: ShardTensor) -> None:
+        root = self if self._root is None else self._root
+        alias._root = root
+        root._aliases = [each for each in root._aliases or [] if each() is not None]
+        root._aliases.append(ref(alias))
 
     def _prepare(self) -> None:
         """Have the values that a user may see."""
+        if self._root is not None:
+            self._root._prepare()
 
     def _owner(self) -> ShardOwner:
         owner = self.shard_owner()
@@ -126,14 +150,13 @@ class ShardTensor(Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise MicsError(
-            f"saving {self.shard_layout.label}: expected whole tensors, found this rank's "
-            f"{self.shard_layout.local_numel:,} of {self.shard_layout.whole_numel:,} elements, "
-            f"which no other "
-            "rank or program could use; call mics.save(path, model, optimizer) on all ranks, or save "
-            "mics.full_state_dict(model) (model.save_pretrained(folder, "
-            "state_dict=mics.full_state_dict(model)))"
-        )
+        raise _unsaved(self.shard_layout)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Like ``torch.Tensor.as_subclass``, which would take the guard off."""
+        if torch._C._is_torch_function_enabled():
+            raise refusal("as_subclass", self.shard_layout, "the result would pass for a whole tensor")
+        return super().as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         self._prepare()
@@ -161,10 +184,14 @@ class ShardTensor(Tensor):
                 return func(*args, **kwargs)
         if name in _COUNTS:
             return pieces[0].shard_layout.whole_numel
+        if name == "data_ptr" and not pieces[0].shard_layout.parts[0].alone:  # safetensors asks for it first
+            raise _unsaved(pieces[0].shard_layout)
         if name == "__set__":
             return _set(func, *args)
         if name in _GRAPH:
             return _change_graph(func, name, args, kwargs)
+        if name in _LIKE_ANOTHER and not isinstance(args[0], ShardTensor):
+            return args[0].to(device=pieces[0].device, dtype=pieces[0].dtype)
         for piece in pieces:
             piece.check_kept()
         for piece in pieces:
@@ -214,8 +241,14 @@ class ShardGrad(ShardTensor):
             raise MicsError(
                 "a gradient that was cleared and kept aside: expected it to be used before the next forward, "
                 "found it afterwards, when it can no longer be added up over the replicas; clone() it before "
-                "zero_grad(), or shard the model with lean=False"
+                "zero_grad()"
             )
+
+    def keep_for_user(self) -> None:
+        """Have memory of its own from here on: the user holds it, and the next backward needs the memory."""
+        self.part_from_aliases()
+        with plainly(), torch.no_grad():
+            self.data = self.as_subclass(Tensor).clone()
 
     def _prepare(self) -> None:
         self.check_kept()
@@ -291,6 +324,16 @@ def pieces_in(value: Any) -> Iterator[ShardTensor]:
 # -- inside -----------------------------------------------------------------------------------------
 
 
+def _unsaved(layout: Layout) -> MicsError:
+    return MicsError(
+        f"saving {layout.label}: expected whole tensors, found this rank's {layout.local_numel:,} of "
+        f"{layout.whole_numel:,} elements, which no other rank or program could use; call "
+        "mics.save(path, model, optimizer) on all ranks, or save mics.full_state_dict(model) "
+        "(model.save_pretrained(folder, state_dict=mics.full_state_dict(model))). p.to_local() is this "
+        "rank's memory"
+    )
+
+
 def _get(func: Any, args: tuple[Any, ...]) -> Any:
     """An attribute. ``data`` and ``grad`` are what they should be; other tensors are views, and watched."""
     piece: ShardTensor = args[0]
@@ -299,7 +342,9 @@ def _get(func: Any, args: tuple[Any, ...]) -> Any:
         piece._prepare()
         with plainly():
             # Unlike ``.data`` it counts edits together with the parameter: they reach all copies.
-            return ShardTensor.guard(piece.detach(), piece.shard_layout, piece.shard_owner)
+            data = ShardTensor.guard(piece.detach(), piece.shard_layout, piece.shard_owner)
+        piece._share_with(data)
+        return data
     with plainly():
         result = func(*args)
     if not isinstance(result, Tensor) or isinstance(result, ShardTensor) or attribute in _OF_THE_GRAPH:
@@ -309,14 +354,23 @@ def _get(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _set(func: Any, target: Tensor, value: Any) -> None:
-    """``p.data = ...`` writes to the piece's memory; ``p.grad = ...`` is taken as it is."""
+    """``p.data = ...`` writes to the piece's memory; of a whole tensor this rank's elements are taken."""
     attribute = func.__self__
     if attribute is Tensor.requires_grad and isinstance(target, ShardParameter):
         _check_trainable(target, value)
-    if attribute is not Tensor.data or not isinstance(target, ShardTensor):
-        with plainly():
-            func(target, value)
+    if isinstance(target, ShardTensor) and isinstance(value, Tensor) and attribute is Tensor.data:
+        _write_data(target, value)
         return
+    is_plain = isinstance(value, Tensor) and not isinstance(value, ShardTensor)
+    if attribute is Tensor.grad and isinstance(target, ShardParameter) and is_plain:
+        layout = target.shard_layout
+        if not layout.parts[0].alone:
+            value = ShardTensor.guard(_own_part(target, value, "grad").clone(), layout, target.shard_owner)
+    with plainly():
+        func(target, value)
+
+
+def _write_data(target: ShardTensor, value: Tensor) -> None:
     for piece in pieces_in([target, value]):
         piece._prepare()
     layout = target.shard_layout
@@ -324,31 +378,37 @@ def _set(func: Any, target: Tensor, value: Any) -> None:
         if value.dtype is not target.dtype or value.device != target.device:
             raise MicsError(
                 f"{layout.label}: expected data of format {target.dtype} on {target.device}, found "
-                f"{value.dtype} on "
-                f"{value.device}; do not call model.to(), .half() or .float() after mics.shard(): "
-                f"choose formats "
-                "with mics.shard(model, precision=mics.Precision(...))"
+                f"{value.dtype} on {value.device}; do not call model.to(), .half() or .float() after "
+                "mics.shard(): choose formats with mics.shard(model, precision=mics.Precision(...))"
             )
-        if isinstance(value, ShardTensor):
-            fits = value.shard_layout == layout
-        else:
-            fits = value.shape == target.shape
-            if not fits and tuple(value.shape) == layout.whole_shape and len(layout.parts) == 1:
-                part = layout.parts[0]
-                value, fits = value.reshape(-1)[part.start : part.stop].view(target.shape), True
-        if not fits:
-            raise MicsError(
-                f"{layout.label}.data: expected the whole tensor of shape "
-                f"{list(layout.whole_shape)} or this rank's "
-                f"piece of shape {list(target.shape)}, found another of shape {list(value.shape)}"
-            )
-        if value.data_ptr() != target.data_ptr():
-            target.copy_(value)
+        value = _own_part(target, value, "data")
+        if value.numel() and value.data_ptr() == target.data_ptr():
+            return
+        target.part_from_aliases()
+        target.copy_(value)  # also of no elements: it counts as an edit, as on the other ranks
+
+
+def _own_part(target: ShardTensor, value: Tensor, attribute: str) -> Tensor:
+    """This rank's elements of a value for ``target``: a piece of the same elements, or the whole tensor."""
+    layout = target.shard_layout
+    with plainly():
+        if isinstance(value, ShardTensor) and value.shard_layout == layout:
+            return value
+        if not isinstance(value, ShardTensor) and layout.is_whole(value):
+            return layout.own_part_of(value)
+    raise MicsError(
+        f"{layout.label}.{attribute}: expected the whole tensor of shape {list(layout.whole_shape)}, or a "
+        f"piece of the same elements, found a tensor of shape {list(value.shape)}; torch.zeros_like(p) and "
+        "other functions of p make pieces. p.to_local() is this rank's memory, to write what only this rank "
+        "knows"
+    )
 
 
 def _change_graph(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "requires_grad_" and isinstance(args[0], ShardParameter):
         _check_trainable(args[0], kwargs.get("requires_grad", (*args[1:], True)[0]))
+    if name == "backward" and isinstance(args[0], ShardTensor) and not args[0].shard_layout.parts[0].alone:
+        raise refusal(name, args[0].shard_layout, "a loss is one number, the same kind on every rank")
     with plainly():
         return func(*args, **kwargs)
 
@@ -396,17 +456,55 @@ def _watch(
         )
     if name in _READS_ONE and layout.whole_numel == 1:
         return func(pieces[0].full_tensor(), *args[1:], **kwargs)
+    numbers = {} if _is_write(func, name, kwargs) else _single_numbers(args, kwargs)
+    if numbers:
+        return func(*_replaced(args, numbers), **_replaced(kwargs, numbers))
+    args, kwargs = _cut(args, pieces), _cut(kwargs, pieces)
     try:
         watch, result = _run(func, name, pieces, args, kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
-        if isinstance(error, MicsError) or _is_write(func, name, kwargs):
+        if isinstance(error, MicsError):
             raise
         # A piece has another shape than the whole: what torch says may be true of one rank alone.
         raise refusal(name, layout, f"torch says: {error}") from error
     for tensor, found in watch.written:
         if type(tensor) is Tensor:
             ShardTensor.guard(tensor, found, pieces[0].shard_owner)
-    return _shown(result, watch, pieces, args, name)
+    shown = _shown(result, watch, pieces, args, name)
+    if isinstance(shown, ShardTensor) and shown._root is None and all(shown is not each for each in pieces):
+        with plainly():
+            sharing = [each for each in pieces if each.data_ptr() == shown.data_ptr() != 0]
+        for piece in sharing[:1]:
+            piece._share_with(shown)
+    return shown
+
+
+def _single_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
+    """Pieces of one number that meet plain tensors, as plain tensors: a learned scale in a loss."""
+    values = (*args, *kwargs.values())
+    if not any(isinstance(value, Tensor) and not isinstance(value, ShardTensor) for value in values):
+        return {}
+    return {
+        id(value): value.sum().reshape(value.shard_layout.whole_shape)
+        for value in values
+        if isinstance(value, ShardTensor) and value.shard_layout.whole_numel == 1
+    }
+
+
+def _cut(value: Any, pieces: Sequence[ShardTensor]) -> Any:
+    """Arguments with this rank's elements in place of whole plain tensors; in lists by the n-th piece."""
+    if isinstance(value, Tensor):
+        layout, owner = pieces[0].shard_layout, pieces[0].shard_owner
+        is_whole = not isinstance(value, ShardTensor) and value.dim() > 0 and layout.is_whole(value)
+        return ShardTensor.guard(layout.own_part_of(value), layout, owner) if is_whole else value
+    if type(value) in (list, tuple):
+        by_number = len(value) == len(pieces)
+        return type(value)(
+            _cut(item, [pieces[number]] if by_number else pieces) for number, item in enumerate(value)
+        )
+    if type(value) is dict:
+        return {key: _cut(item, pieces) for key, item in value.items()}
+    return value
 
 
 def _run(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from mics.homes import ALIGNMENT, Event, Recorded, plan_homes
-from mics.layout import ALIGNMENT_NBYTES
+from mics.homes import Event, Recorded, aligned, plan_homes
+from mics.layout import ALIGNMENT
 from mics.planner.shapes import ModelShape
 from mics.plans import NO_BATCHING, Batching, Prefetch, make_plan
 
@@ -57,11 +57,7 @@ class Layout:
 
 def padded(numel: int, layout: Layout) -> int:
     """Elements of a unit once every rank's piece is aligned."""
-    step = (
-        layout.partition_size
-        * layout.num_replicas
-        * (ALIGNMENT_NBYTES // min(layout.param_nbytes, layout.reduce_nbytes))
-    )
+    step = layout.partition_size * layout.num_replicas * ALIGNMENT
     return math.ceil(numel / step) * step
 
 
@@ -128,7 +124,7 @@ def homes(
         staying=plan.staying.union(alone),
         first=plan.first_units,
     )
-    return plan_homes([recorded], by_unit).nbytes + sum(-(-size // ALIGNMENT) * ALIGNMENT for size in held)
+    return plan_homes([recorded], by_unit).nbytes + sum(map(aligned, held))
 
 
 @dataclass(frozen=True)

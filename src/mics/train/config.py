@@ -122,7 +122,8 @@ class ShardingSettings:
     """How the model is divided over the ranks."""
 
     partition_size: int | None = None
-    """Ranks that together hold one copy of the parameters; unset takes the ranks of one node."""
+    """Ranks that together hold one copy of the parameters; unset takes the smallest group that leaves half of
+    a GPU to activations (without a GPU: one node)."""
     optimizer_sharding: Literal["world", "partition"] = "world"
     """Divide optimizer state over all ranks, or over the partition group only."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
