@@ -109,7 +109,7 @@ def _snapshot(model: nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("what", REFUSED)
 def test_models_that_would_lose_something(what: str) -> None:
     """By name and with what to do; the model is as it was, to the last attribute."""

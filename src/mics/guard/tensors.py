@@ -463,8 +463,8 @@ def _watch(
     try:
         watch, result = _run(func, name, pieces, args, kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
-        if isinstance(error, MicsError):
-            raise
+        if isinstance(error, MicsError) or (_is_write(func, name, kwargs) and "grad" in str(error)):
+            raise  # what torch says of a graph is true of the whole tensor, too
         # A piece has another shape than the whole: what torch says may be true of one rank alone.
         raise refusal(name, layout, f"torch says: {error}") from error
     for tensor, found in watch.written:
@@ -522,9 +522,13 @@ def _run(
         # of larger pieces.
         padded = _padded((args, kwargs), tiny)
         rehearsal = Watch(name, _layout_of, _Alone())
-        with plainly(), torch.no_grad(), rehearsal:
-            func(*padded[0], **padded[1])
-        if rehearsal.num_answers:
+        try:
+            with plainly(), torch.no_grad(), rehearsal:
+                func(*padded[0], **padded[1])
+        except MicsError:
+            if not rehearsal.num_answers:
+                raise
+        if rehearsal.num_answers:  # also of what is refused after one: the others have asked by then
             args, kwargs = padded
         else:
             world = _Alone()  # pieces lead to pieces: they share memory, and nobody needs to be asked
