@@ -24,7 +24,13 @@ from tests.test_user_habits import Run, _assert_same, _loss
 
 Penalty = Callable[[nn.Module], Tensor]
 
+# Whole plain tensors, the same in every process.
+ANCHORS = {n: torch.linspace(0, 1, p.numel()).view(p.shape) for n, p in toys.Chain().named_parameters()}
+
 PENALTIES: dict[str, Penalty] = {
+    "anchors": lambda model: (
+        1e-2 * sum(((p - ANCHORS[n]) * ANCHORS[n]).square().sum() for n, p in model.named_parameters())
+    ),
     "squares": lambda model: 1e-2 * sum(p.pow(2).sum() for p in model.parameters()),
     "magnitudes": lambda model: 1e-2 * sum(p.abs().sum() for p in model.parameters()),
     "norms": lambda model: 1e-2 * sum(p.norm() for p in model.parameters()),
