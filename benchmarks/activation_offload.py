@@ -26,7 +26,7 @@ from mics.bench.models import BENCH_MODELS
 from mics.bench.picture import draw_timeline
 from mics.bench.systems import SYSTEMS
 from mics.bench.timeline import exposure, record
-from mics.clusters import find_cluster
+from mics.cost.clusters import find_cluster
 from mics.engine import engine_of
 
 GIB = 2**30

@@ -28,7 +28,7 @@ from mics.bench.plan import Outcome, Plan, Run
 from mics.bench.systems import SYSTEMS, Batch, System
 from mics.bench.systems.loop import Loop
 from mics.bench.systems.with_mics import build_mics
-from mics.clusters import find_cluster
+from mics.cost.clusters import find_cluster
 from mics.engine import Engine, engine_of
 
 GIB = 2**30
@@ -116,7 +116,7 @@ def table(args: argparse.Namespace, partition_size: int) -> None:
     remember = System(
         name=DEFAULT,
         build=lambda job: AfterEachStep(
-            build_mics(job), lambda engine: chosen.append(engine.schedule.plans.prefetch)
+            build_mics(job), lambda engine: chosen.append(engine.residency.plans.prefetch)
         ),
     )
     outcome_of(remember)

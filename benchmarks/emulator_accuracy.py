@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import mics
-from mics.cost import Kind, Span, cost
-from mics.topology import Cluster, Link
+from mics.cost.clusters import Cluster, Link
+from mics.cost.collectives import Kind, Span, cost
 
 CLUSTER = Cluster(
     num_nodes=64,

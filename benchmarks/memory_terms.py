@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics
+from mics.cost.memory import Division, Keeping, memory_terms
+from mics.cost.modules import shape_of_module
 from mics.models.gpt import GPT, GPTConfig
-from mics.planner.memory import Activations, Layout, memory_terms
-from mics.planner.modules import shape_of_module
 
 TERMS = ("parameters", "gradients", "masters", "optimizer state", "gathered units", "reduce buffers")
 VOCABULARY, WIDTH, LAYERS, TOKENS = 512, 128, 6, 32
@@ -80,10 +80,10 @@ def compare(build: Callable[[], nn.Module], partition_size: int) -> None:
     torch.manual_seed(0)
     model = build()
     shape = shape_of_module(model, name=build.__name__, seq_len=TOKENS)
-    layout = Layout(
+    division = Division(
         partition_size=partition_size, num_replicas=dist.get_world_size() // partition_size, prefetch=1
     )
-    expected = memory_terms(shape, layout, Activations(checkpoint=False), TOKENS).on_device()
+    expected = memory_terms(shape, division, Keeping(checkpoint=False), TOKENS).on_device()
     mics.shard(
         model, partition_size=partition_size, precision=mics.Precision(param=torch.bfloat16), prefetch=1
     )

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mics.bench.models import BENCH_MODELS
-from mics.clusters import find_cluster
+from mics.cost.clusters import find_cluster
+from mics.cost.memory import Keeping
+from mics.cost.setting import Setting
+from mics.cost.shapes import ModelShape, named_shape, shape_of_config
 from mics.planner.hardware import planned_cluster
-from mics.planner.memory import Activations
-from mics.planner.setting import Setting
-from mics.planner.shapes import ModelShape, named_shape, shape_of_config
 from mics.planner.systems import Prediction, predict
 
 ORDINARY = Path(__file__).parent / "clusters" / "ordinary.yaml"
-CHECKPOINTED = Activations(checkpoint=True)
+CHECKPOINTED = Keeping(checkpoint=True)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _memory(model: ModelShape) -> None:
     Three of the larger model without offload were measured when the arena had one block more than it has now.
     """
     larger = named_shape("gpt-20b")
-    kept, offloaded = Activations(checkpoint=False), Activations(checkpoint=True, offload=True)
+    kept, offloaded = Keeping(checkpoint=False), Keeping(checkpoint=True, offload=True)
     measurements = (  # model, nodes, partition size, rows, activations, GiB
         (model, 1, 1, 4, kept, 47.85),
         (model, 1, 8, 4, kept, 30.49),

@@ -1,12 +1,14 @@
-"""What every test shares: one thread per process, deterministic hypothesis, the rank pool's end."""
+"""What every test shares: one thread per process, deterministic hypothesis, tiers, the rank pool's end."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from tests import ranks
+from tests import ranks, tiers
 
 settings.register_profile(
     "mics",
@@ -26,25 +28,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="quick",
         help="exactness grid: 'quick' covers every pair of settings, 'full' every combination",
     )
+    parser.addoption("--quick", action="store_true", help="what `make test` runs: nothing marked 'full'")
     parser.addoption("--long", action="store_true", help="also tests that wait for minutes of timeouts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
+    tiers.quick = config.getoption("--quick")
     torch.set_num_threads(1)  # the references must use the kernels the ranks use
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if tiers.quick:
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
     if not config.getoption("--long"):
         for item in items:
             if "long" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes most of a minute: run with --long"))
+                item.add_marker(pytest.mark.skip(reason="waits for a minute or more: run with --long"))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays, and need not be looked through at each collection
 
 
 _GRID_SIZES: dict[str, int] = {}

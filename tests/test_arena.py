@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import mics
 from mics.engine import engine_of
 from mics.models.gpt import GPT, GPTConfig
+from tests import pairwise
 from tests.ranks import run_expecting_error, run_ranks
 
 _SHAPE = GPTConfig(num_layers=6, num_heads=2, hidden_size=16, vocab_size=32, seq_len=8, tie_weights=False)
@@ -36,9 +37,9 @@ def _addresses() -> tuple[bool, bool, bool]:
             with torch.no_grad():
                 model(tokens)
         _step(model, optimizer, tokens)
-        seen.append([unit.flat.data_ptr() for unit in units])
+        seen.append([unit.whole.flat.data_ptr() for unit in units])
     stay = all(addresses == seen[2] for addresses in seen[3:])
-    storages = {unit.flat.untyped_storage().data_ptr() for unit in units}
+    storages = {unit.whole.flat.untyped_storage().data_ptr() for unit in units}
     return stay, len(set(seen[-1])) < len(units), len(storages) == 1
 
 
@@ -72,7 +73,7 @@ def _pieces() -> dict[str, int]:
     return found | {
         "params": count([unit.param_shard for unit in units]),
         "masters": count([unit.master for unit in units]),
-        "gradients": count([unit.gradients.allocate() for unit in units]),
+        "gradients": count([engine_of(model).shown.of(unit).allocate() for unit in units]),
         "loaded": int(loaded > 1),
         "loaded and stepped": of_state("exp_avg"),
     }
@@ -175,8 +176,7 @@ def _late_loss_of(embeds: bool, prefetch: int) -> float:
     return max(abs(a - b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("embeds", [False, True])
-@pytest.mark.parametrize("prefetch", [1, 2])
+@pairwise.parametrize(strength=1, embeds=[False, True], prefetch=[1, 2])
 def test_a_loss_may_begin_later(embeds: bool, prefetch: int) -> None:
     """Of a tower that shares its input with the first: how long its backward takes was never seen."""
     assert max(run_ranks(2, _late_loss_of, embeds, prefetch)) < 1e-5
@@ -268,7 +268,7 @@ def _num_planned(evaluate: bool) -> int:
             with torch.no_grad():
                 model(tokens)
         _step(model, optimizer, tokens)
-    return engine_of(model).schedule.arena.num_planned
+    return engine_of(model).residency.arena.num_planned
 
 
 def test_evaluations_move_nobody() -> None:
@@ -292,3 +292,24 @@ def _old_graph() -> None:
 def test_a_graph_from_before_is_refused() -> None:
     errors = run_expecting_error(2, _old_graph)
     assert all("run forward again" in str(error) or "run backward before" in str(error) for error in errors)
+
+
+def _offloaded(lean: bool) -> tuple[list[float], int]:
+    """Losses of six steps with activations in host memory, and how many units have a home."""
+    torch.manual_seed(0)
+    policy = mics.Activations(checkpoint="unit", offload=True)
+    model = mics.shard(GPT(_SHAPE), partition_size=2, lean=lean, activations=policy, prefetch=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(16).view(2, 8)
+    losses = [_step(model, optimizer, tokens) for _ in range(6)]
+    engine = engine_of(model)
+    assert engine.offloader is not None
+    return losses, sum(unit.whole.at_home for unit in engine.units)
+
+
+def test_homes_and_offload_go_together() -> None:
+    """The same bits as in low memory, which has no homes."""
+    found = [run_ranks(4, _offloaded, lean, ranks_per_node=2) for lean in (False, True)]
+    for with_homes, without in zip(*found, strict=True):
+        assert with_homes[0] == without[0]
+        assert with_homes[1] > 0 and without[1] == 0

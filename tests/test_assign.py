@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.nn as nn
 
-from mics.assign import assign_sites
 from mics.errors import SettingsError
+from mics.layout.assign import assign_sites
 
 
 class Block(nn.Module):

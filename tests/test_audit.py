@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import mics
 from mics.comm import GroupCollectives
 from mics.engine import engine_of
-from tests import toys
+from tests import pairwise, toys
 from tests.ranks import run_expecting_error, run_ranks
 from tests.reference import adamw
 
-audit = import_module("mics.audit")  # the public name of the module is a function
+audit = import_module("mics.diagnostics.audit")  # the public name of the module is a function
 
 CPU = torch.device("cpu")
 CHAIN = partial(toys.Chain, 3)
@@ -122,12 +122,14 @@ def _train(
 
 
 _CASES = [
-    pytest.param(4, 4, {"partition_size": 1}, id="plain replicas"),
+    pytest.param(4, 4, {"partition_size": 1}, id="plain replicas", marks=pytest.mark.full),
     pytest.param(4, 4, {"partition_size": 2, "accumulation": 2}, id="two of two"),
     pytest.param(4, 4, {"partition_size": 2, "bf16": True}, id="bf16"),
-    pytest.param(4, 4, {"partition_size": 1, "optimizer_sharding": "partition"}, id="partition"),
-    pytest.param(4, 4, {"partition_size": 2, "prefetch": 0}, id="inline"),
-    pytest.param(4, 4, {"partition_size": 4}, id="no replicas"),
+    pytest.param(
+        4, 4, {"partition_size": 1, "optimizer_sharding": "partition"}, id="partition", marks=pytest.mark.full
+    ),
+    pytest.param(4, 4, {"partition_size": 2, "prefetch": 0}, id="inline", marks=pytest.mark.full),
+    pytest.param(4, 4, {"partition_size": 4}, id="no replicas", marks=pytest.mark.full),
     pytest.param(4, 4, {"partition_size": 2, "build": toys.LoRA}, id="frozen"),
     pytest.param(8, 2, {"partition_size": 4, "hierarchical": True}, id="two stages"),
 ]
@@ -167,9 +169,7 @@ def test_equal_replicas_pass_and_nothing_else_changes(
         assert nbytes == num_audits * audit_nbytes
 
 
-@pytest.mark.parametrize("optimizer_sharding", ["world", "partition"])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("world_size", [3, 4])
+@pairwise.parametrize(world_size=[3, 4], bf16=[False, True], optimizer_sharding=["world", "partition"])
 def test_the_rank_and_the_unit_are_named(world_size: int, bf16: bool, optimizer_sharding: str) -> None:
     """Three or four replicas, one bit: all ranks say which rank, which unit, which step."""
     errors = run_expecting_error(
@@ -193,7 +193,8 @@ def test_the_rank_and_the_unit_are_named(world_size: int, bf16: bool, optimizer_
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ranks_per_node", "partition_size"), [(2, 2, 1), (4, 4, 2), (8, 2, 4)]
+    ("world_size", "ranks_per_node", "partition_size"),
+    [pytest.param(2, 2, 1, marks=pytest.mark.full), (4, 4, 2), (8, 2, 4)],
 )
 def test_of_two_replicas_both_are_named(world_size: int, ranks_per_node: int, partition_size: int) -> None:
     """Nobody can say which of two is right. Groups over several nodes too."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mics
-from mics.auto import (
+from mics.cost.auto import (
     batch_nbytes,
     exchange_pays,
     horizon_for,
@@ -21,11 +21,11 @@ from mics.auto import (
     prefetch_units,
     two_stages_pay,
 )
-from mics.clusters import PRESETS, assumed_cluster
-from mics.cost import Kind, Span
+from mics.cost.clusters import PRESETS, assumed_cluster
+from mics.cost.collectives import Kind, Span
 from mics.engine import engine_of
+from mics.layout.order import Prefetch
 from mics.models.gpt import GPT, GPTConfig
-from mics.plans import Prefetch
 from tests.ranks import run_expecting_error, run_ranks
 
 _MIB = 1 << 20
@@ -110,18 +110,19 @@ def _agreed(num_rows: list[int]) -> tuple[bool, int, int]:
     """What a rank looks ahead after three steps with batches of its own size, and what it would alone."""
     model = mics.shard(GPT(_SHAPE), partition_size=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    schedule = engine_of(model).schedule
-    boundary = engine_of(model).boundary
-    choose = boundary._agreement._choose_prefetch
+    engine = engine_of(model)
+    plans = engine.residency.plans
+    agreement = engine.step._agreement
+    choose = agreement._choose_prefetch
     assert choose is not None
     # As if computing took about as long as gathering: what is chosen then depends on the rows.
-    boundary._agreement._choose_prefetch = lambda order, rows: Prefetch(units=1 if rows > 16 else 3)
+    agreement._choose_prefetch = lambda order, rows: Prefetch(units=1 if rows > 16 else 3)
     tokens = torch.zeros(num_rows[dist.get_rank()], 8, dtype=torch.long)
     for _ in range(3):
         model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return schedule.plans.is_final, schedule.plans.prefetch.units, choose(schedule.plans.latest(), 8).units
+    return plans.is_final, plans.prefetch.units, choose(plans.latest(), 8).units
 
 
 def test_ranks_with_different_batches_look_equally_far() -> None:

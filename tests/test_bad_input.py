@@ -420,7 +420,7 @@ def _train_differently(partition_size: int, batch: Any, build: Any) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("partition_size", [1, 4])
+@pytest.mark.parametrize("partition_size", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_ranks_that_call_different_units(partition_size: int) -> None:
     """A block skipped on some ranks only: an error on every rank within the timeout, never a hang."""
     with RankPool(4, timeout_s=3.0) as pool:
@@ -435,12 +435,12 @@ def _skip_another(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch
     return (*toys.floats(step, micro, rank), 1 + rank % 2)
 
 
-@pytest.mark.parametrize("partition_size", [1, 2])
+@pytest.mark.parametrize("partition_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ranks_that_swap_units(partition_size: int) -> None:
     """Collectives of different units that fit each other: found out before the optimizer steps."""
     start = time.monotonic()
     errors = run_expecting_error(4, _train_differently, partition_size, _skip_another, toys.SkippedBlock)
-    assert time.monotonic() - start < GROUP_TIMEOUT_S / 2
+    assert time.monotonic() - start < GROUP_TIMEOUT_S, "only the timeout told"  # 10 s alone, with their start
     _assert_says(errors, "different", "same", by="RuntimeError")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mics
 from mics.errors import MicsError
-from mics.structure import CHANGES
+from mics.utils.structure import CHANGES
 from tests import toys
 from tests.ranks import run_ranks
 from tests.reference import adamw

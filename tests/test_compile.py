@@ -60,7 +60,7 @@ def eager(pool: RankPool) -> list[list[float]]:
     return [found[0] for found in pool.run(2, _train, "never")]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.full), "after"])
 def test_compiled_blocks_train_as_eager_ones(when: str, pool: RankPool, eager: list[list[float]]) -> None:
     """Homes are given and units move while the graph stays the same."""
     found = pool.run(2, _train, when)

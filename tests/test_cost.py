@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.clusters import PRESETS, find_cluster
-from mics.cost import Kind, Span, cost
+from mics.cost.clusters import PRESETS, Cluster, Link, find_cluster
+from mics.cost.collectives import Kind, Span, cost
 from mics.errors import SettingsError
-from mics.topology import Cluster, Link
 
 CLUSTER = Cluster(
     num_nodes=4,

@@ -155,12 +155,14 @@ def test_layerdrop_by_rank(pool: RankPool, partition_size: int) -> None:
     verb = "reduce" if partition_size == 1 else "gather"
     answers = pool.answers(4, _train, partition_size, "drop", ranks_per_node=4, grace_s=30)
     _check(answers, f"{verb}", f"{UNIT}0'", f"{UNIT}1'", "from the same seed on all of them")
+    own = answers[3].error
+    assert own is not None and ("rank 3 " in own.message or "and 3 " in own.message), own.message
 
 
 @pytest.mark.parametrize(
     ("fault", "partition_size"),
     [
-        pytest.param(fault, size, marks=() if (fault, size) in QUICK else (pytest.mark.long,))
+        pytest.param(fault, size, marks=() if (fault, size) in QUICK else pytest.mark.full)
         for fault in ["evaluate", "skip", *CALLS]
         for size in SIZES
         if (fault, size) != ("audit", 4)  # there is no replica, and so no collective

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 
 import mics
 from mics.comm import GroupCollectives, TrafficCounter
-from mics.comm.emulated import emulated_cluster
-from mics.comm.emulated.host_links import HostLinks
-from mics.cost import Cost, Kind, Span, cost
+from mics.cost.clusters import Cluster, Link
+from mics.cost.collectives import Cost, Kind, Span, cost
+from mics.emulator import emulated_cluster
+from mics.emulator.host_links import HostLinks
 from mics.models.gpt import GPT, GPTConfig
-from mics.topology import Cluster, Link
 
 CLUSTER = Cluster(
     num_nodes=4,

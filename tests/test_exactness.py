@@ -8,13 +8,15 @@ and within a tolerance with ordinary training on the global batch.
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mics
-from tests import grid
+from tests import grid, tiers
 from tests.grid import Case
 from tests.ranks import POOL, run_ranks
 from tests.reference import (
@@ -48,22 +50,34 @@ def _report(cases: list[Case], problems: list[list[str]]) -> None:
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(shown)
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize(
+    ("world_size", "part"),
+    [
+        *((size, "pairs") for size in sorted({case.world_size for case in grid.pair_cases()})),
+        *(pytest.param(size, "rest", marks=pytest.mark.full) for size in range(1, 9)),
+    ],
+)
 def test_the_grid_equals_plain_training(
-    world_size: int, request: pytest.FixtureRequest, grid_sizes: dict[str, int]
+    world_size: int, part: str, request: pytest.FixtureRequest, grid_sizes: dict[str, int]
 ) -> None:
-    """Every partition size and node size, and every pair of ways to train, in worlds of 1 to 8."""
-    full = request.config.getoption("--grid") == "full"
-    cases = [
-        case for case in (grid.full_cases() if full else grid.quick_cases()) if case.world_size == world_size
-    ]
+    """Every partition size and node size, and every pair of ways to train, in worlds of 1 to 8.
+
+    The cases that all pairs of settings need, and the rest, with which every world is there.
+    """
+    cases = grid.pair_cases()
+    if part == "rest":
+        full = request.config.getoption("--grid") == "full"
+        pairs = set(cases)
+        cases = [case for case in (grid.full_cases() if full else grid.quick_cases()) if case not in pairs]
+    cases = [case for case in cases if case.world_size == world_size]
     found = _train(cases)
     problems = POOL.map(grid.judge, found)
-    grid_sizes[f"world {world_size}"] = len(cases)
+    size = f"world {world_size}"
+    grid_sizes[size] = grid_sizes.get(size, 0) + len(cases)
     _report([case for case, _ in found], problems)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_two_runs_are_bitwise_equal(world_size: int) -> None:
     """The same cases trained twice give the same bits, norms included."""
     cases = [
@@ -72,6 +86,7 @@ def test_two_runs_are_bitwise_equal(world_size: int) -> None:
         if case.world_size == world_size and case.ranks_per_node == 2 and case.partition_size > 1
     ][:4]
     assert len(cases) == 4
+    cases = tiers.some(cases, 2)
     pairs = zip(_train(cases), _train(cases), strict=True)
     for (case, first), (_, second) in pairs:
         assert not differences(first, second, norm=grid.EXACT), case
@@ -129,12 +144,13 @@ def _cases(draw: st.DrawFn) -> Case:
 
 
 NUM_DRAWN = 14
+NUM_DRAWN_QUICK = 4
 
 
 def test_drawn_cases_equal_plain_training(grid_sizes: dict[str, int]) -> None:
     """Cases and model shapes drawn by hypothesis."""
 
-    @settings(max_examples=NUM_DRAWN)
+    @settings(max_examples=NUM_DRAWN_QUICK if tiers.quick else NUM_DRAWN)
     @given(case=_cases())
     def equal(case: Case) -> None:
         ((_, outcome),) = _train([case])
@@ -145,15 +161,13 @@ def test_drawn_cases_equal_plain_training(grid_sizes: dict[str, int]) -> None:
 
 
 def test_the_quick_grid_covers_every_pair() -> None:
-    """Any two settings of the grid meet in some case, and every world is in it."""
-    cases = grid.quick_cases()
-    names = ("partition_size", "ranks_per_node", "accumulation", "optimizer_sharding")
-    names += ("bf16", "announced", "clipped", "lean", "staying")
-    full = grid.full_cases()
-    for index, first in enumerate(names):
-        for second in ("world_size", *names[index + 1 :]):
-            wanted = {(getattr(c, first), getattr(c, second)) for c in full}
-            assert {(getattr(c, first), getattr(c, second)) for c in cases} == wanted
+    """Any two settings of the grid meet in some case, also in those of `make test`; every world is in it."""
+    cases, pairs, full = grid.quick_cases(), grid.pair_cases(), grid.full_cases()
+    assert set(pairs) < set(cases) and len(pairs) < len(cases) / 2
+    for first, second in combinations(grid.SETTINGS, 2):
+        for some, all_cases in ((cases, full), (pairs, [c for c in full if c.world_size not in (5, 7)])):
+            wanted = {(getattr(c, first), getattr(c, second)) for c in all_cases}
+            assert {(getattr(c, first), getattr(c, second)) for c in some} == wanted
     assert {(c.world_size, c.partition_size, c.ranks_per_node) for c in cases} == set(grid.worlds())
     assert len(full) == len(set(full)) == len(list(grid.worlds())) * 4 * 16 * 3
 

@@ -53,7 +53,7 @@ def _end(how: str) -> None:
     ("how", "moment", "victim", "partition_size"),
     [
         ("kill", "forward", 1, 2),
-        ("exit", "backward", 2, 4),
+        pytest.param("exit", "backward", 2, 4, marks=pytest.mark.full),
         ("kill", "boundary", 3, 1),
     ],
 )

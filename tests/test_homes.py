@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.homes import ALIGNMENT, Event, Recorded, _lifetimes, plan_homes
-from mics.plans import Prefetch, make_plan
+from mics.layout.homes import ALIGNMENT, Change, Recorded, _lifetimes, plan_homes
+from mics.layout.order import Prefetch, make_plan
 
 
-def _chain(num_blocks: int) -> list[Event]:
+def _chain(num_blocks: int) -> list[Change]:
     """Forward and backward of a chain: each block is released before the next is needed."""
     order = [*range(num_blocks), *reversed(range(num_blocks))]
-    return [Event(block, needed=needed) for block in order for needed in (True, False)]
+    return [Change(block, needed=needed) for block in order for needed in (True, False)]
 
 
-def _recorded(events: list[Event], sizes: dict[int, int], prefetch: int) -> Recorded:
+def _recorded(events: list[Change], sizes: dict[int, int], prefetch: int) -> Recorded:
     order = [event.unit for event in events if event.needed]
     plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=prefetch))
     return Recorded(events=events, sent_at=plan.sent_at(), first=plan.first_units, staying=())
@@ -57,15 +57,15 @@ def test_units_alive_together_never_overlap(data: st.DataObject, prefetch: int) 
     sizes = {unit: data.draw(st.integers(1, 5000)) for unit in range(num_units)}
     recorded = []
     for _ in range(data.draw(st.integers(1, 3))):
-        events: list[Event] = []
+        events: list[Change] = []
         alive: list[int] = []
         for _ in range(data.draw(st.integers(1, 20))):
             if alive and data.draw(st.booleans()):
-                events.append(Event(alive.pop(data.draw(st.integers(0, len(alive) - 1))), needed=False))
+                events.append(Change(alive.pop(data.draw(st.integers(0, len(alive) - 1))), needed=False))
             elif len(alive) < num_units:
                 unit = data.draw(st.sampled_from([unit for unit in range(num_units) if unit not in alive]))
                 alive.append(unit)
-                events.append(Event(unit, needed=True))
+                events.append(Change(unit, needed=True))
         recorded.append(events)
     homes = plan_homes([_recorded(events, sizes, prefetch) for events in recorded], sizes)
     assert all(offset % ALIGNMENT == 0 for offset in homes.offsets.values())

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.layout import ALIGNMENT, UnitLayout, plan_layout
+from mics.layout.flat import ALIGNMENT, UnitLayout, plan_layout
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6).map(
     lambda dims: [(f"p{i}", shape) for i, shape in enumerate(dims)]

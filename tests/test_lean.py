@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial, partialmethod
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,12 @@ from torch import Tensor
 
 import mics
 from mics.choices import Choices
-from mics.contiguous import Contiguous
 from mics.engine import engine_of
-from mics.gathered import GatheredMemory
-from mics.plans import Plans, Prefetch, make_plan
+from mics.layout.order import Plans, Prefetch, make_plan
+from mics.schedule.events import What
+from mics.sharding.contiguous import Contiguous
+from mics.sharding.whole import WholeParameters
+from tests import tiers
 from tests.ranks import run_expecting_error, run_ranks
 
 _WIDTH = 24
@@ -81,14 +84,14 @@ def _at_loss(partition_size: int, optimizer_sharding: str, accumulation: int) ->
     found: list[dict[str, int]] = []
 
     def look() -> None:
-        shards = [unit.gradients.shard for unit in engine.units]
-        buffers = engine.boundary.reduce_buffers()
+        shards = [engine.shown.of(unit).shard for unit in engine.hops.units]
+        buffers = list(engine.hops.buffers)
         apart = [unit for unit in engine.units if unit.spec.trainable and not unit.spec.casts_masters]
         found.append(
             {
                 "gradients": _storage_nbytes([shard for shard in shards if shard is not None]),
                 "reduce": _storage_nbytes([t for buffer in buffers for t in (buffer.full, buffer.shard)]),
-                "gathered": sum(unit.gathered or unit.is_arriving for unit in engine.units),
+                "gathered": sum(unit.gathered or unit.is_waiting for unit in engine.units),
                 "copies": sum(unit.param_shard.numel() for unit in apart),
             }
         )
@@ -97,7 +100,7 @@ def _at_loss(partition_size: int, optimizer_sharding: str, accumulation: int) ->
     for step in range(4):
         for micro, batch in enumerate(mics.microsteps(model, [_data(step)] * accumulation)):
             model(batch).backward()
-            assert all(unit.gradients.shard is not None for unit in engine.boundary.trainable), micro
+            assert all(engine.shown.of(unit).shard is not None for unit in engine.hops.units), micro
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -110,15 +113,15 @@ def _most_at_once(prefetch: int, checkpoint: str) -> int:
     )
     units, most = [unit for unit in engine_of(model).units if unit.spec.name != "head"], 0
 
-    def count(acquire: Any, memory: GatheredMemory) -> None:
+    def count(acquire: Any, memory: WholeParameters) -> None:
         nonlocal most
         acquire(memory)
-        most = max(most, sum(unit.gathered or unit.is_arriving for unit in units) + 1)
+        most = max(most, sum(unit.gathered or unit.is_waiting for unit in units) + 1)
 
     for step in range(3):
         loss = model(_data(step))
         # What is counted is there when the next unit gets its memory, and that one.
-        with patch.object(GatheredMemory, "acquire", partialmethod(partial(count, GatheredMemory.acquire))):
+        with patch.object(WholeParameters, "acquire", partialmethod(partial(count, WholeParameters.acquire))):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -219,7 +222,7 @@ _HABITS = (
 )
 
 
-def _train_with_habits(lean: bool, partition_size: int) -> dict[str, list[float]]:
+def _train_with_habits(lean: bool, partition_size: int, habits: Sequence[str]) -> dict[str, list[float]]:
     make = Contiguous.buffer
 
     def poisoned(self: Contiguous, dtype: torch.dtype) -> Tensor:
@@ -229,16 +232,17 @@ def _train_with_habits(lean: bool, partition_size: int) -> dict[str, list[float]
         return buffer.fill_(math.nan) if is_new and self._was_released else buffer
 
     with patch.object(Contiguous, "buffer", poisoned):
-        return {habit: _train(lean, partition_size, habit) for habit in _HABITS}
+        return {habit: _train(lean, partition_size, habit) for habit in habits}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_habits_give_the_same_bits(world_size: int) -> None:
     """With one replica and two, also where gradients get memory that others have written to."""
-    plain, lean = (run_ranks(world_size, _train_with_habits, lean, 2) for lean in (False, True))
+    habits = tiers.some(_HABITS, 5)
+    plain, lean = (run_ranks(world_size, _train_with_habits, lean, 2, habits) for lean in (False, True))
     assert all(math.isfinite(value) for values in lean[0].values() for value in values)
     for rank in range(world_size):
-        for habit in _HABITS:
+        for habit in habits:
             assert lean[rank][habit] == plain[rank][habit], (rank, habit)
 
 
@@ -277,19 +281,14 @@ def _in_blocks(policy: mics.Activations, share: float) -> list[list[int]]:
     """Reduce buffers when a block's own backward begins, and right after its reduction."""
     model = Stack()
     mics.shard(model, partition_size=2, lean=True, precision=_BF16, activations=policy)
-    boundary = engine_of(model).boundary
-    boundary._reduction_share = lambda rows: share
+    hops = engine_of(model).hops
+    hops._reduction_share = lambda rows: share
     in_block: list[int] = []
     after: list[int] = []
-    reduce = boundary.reduce
-
-    def look_after(unit: Any) -> None:
-        reduce(unit)
-        after.append(len(boundary.reduce_buffers()))
-
-    engine_of(model).schedule._reduce_unit = look_after
+    reduced = engine_of(model).autograd._events[What.GRADIENTS_READY]
+    reduced.append(lambda event: after.append(len(list(hops.buffers))))
     for block in model.blocks:
-        block.down.register_full_backward_hook(lambda *_: in_block.append(len(boundary.reduce_buffers())))
+        block.down.register_full_backward_hook(lambda *_: in_block.append(len(list(hops.buffers))))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
         model(_data(step)).backward()
@@ -314,7 +313,7 @@ def _rows_of_steps() -> list[int]:
         model(_data(0).repeat(size, *[1] * (_data(0).dim() - 1))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(engine_of(model).schedule.rows)
+        found.append(engine_of(model).progress.rows)
     return found
 
 
@@ -341,7 +340,9 @@ def _lending(share: float | None, partition_size: int) -> list[float]:
     return [*found, *(float(value.double().sum()) for value in whole.values())]
 
 
-@pytest.mark.parametrize(("world_size", "partition_size"), [(4, 4), (4, 2), (6, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "partition_size"), [(4, 4), (4, 2), pytest.param(6, 3, marks=pytest.mark.full)]
+)
 def test_lent_buffers_give_the_same_bits(world_size: int, partition_size: int) -> None:
     """Over two nodes in two stages, with replicas, with accumulation, and chunks of uneven parameters."""
     plain, *lent = (
@@ -455,7 +456,7 @@ def test_lean_is_the_default_where_activations_are_offloaded() -> None:
     ):
         blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model = mics.shard(blocks, activations=activations)
-        assert engine_of(model).boundary.lends_memory == lean
+        assert engine_of(model).hops.lends_memory == lean
     for wrong in ("yes", 1, 0, None):
         with pytest.raises(mics.SettingsError, match='lean: expected "auto", True or False'):
             mics.shard(nn.Linear(2, 2), lean=wrong)  # type: ignore[arg-type]

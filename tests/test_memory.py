@@ -10,9 +10,10 @@ import torch
 import torch.nn as nn
 
 import mics
-from mics.clusters import find_cluster
+from mics.cost.clusters import find_cluster
 from mics.engine import engine_of
 from mics.models import GPT, GPTConfig
+from tests import pairwise
 from tests.ranks import run_ranks
 
 
@@ -72,7 +73,7 @@ def _train_and_measure(
 
     def gathered_now(*_: object) -> None:
         nonlocal peak_gathered
-        peak_gathered = max(peak_gathered, _storage_nbytes([u.flat for u in engine.units]))
+        peak_gathered = max(peak_gathered, _storage_nbytes([u.whole.flat for u in engine.units]))
 
     for block in model.blocks:
         block.up.register_forward_hook(gathered_now)
@@ -86,15 +87,15 @@ def _train_and_measure(
     moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
     scalars = [t for state in optimizer.state.values() for t in state.values() if t.dim() == 0]
     units = engine.units
-    buffers = engine.boundary.reduce_buffers()
+    buffers = list(engine.hops.buffers)
     terms = {
         "params": _storage_nbytes([u.param_shard for u in units]),
         "masters": _storage_nbytes([u.master for u in units]),
-        "grads": _storage_nbytes([u.gradients.shard for u in units]),
+        "grads": _storage_nbytes([engine.shown.of(u).shard for u in units]),
         "moments": sum(t.shape.numel() * t.element_size() for t in moments),
         "reduce": _storage_nbytes([t for b in buffers for t in (b.full, b.shard)]),
         "staging": engine.mesh.staging_nbytes(),
-        "gathered_after_step": _storage_nbytes([u.flat for u in units if u.memory.is_own]),
+        "gathered_after_step": _storage_nbytes([u.whole.flat for u in units if u.whole.is_own]),
     }
     named = sum(terms.values()) + _storage_nbytes(scalars)
     return terms | {
@@ -107,16 +108,17 @@ def _train_and_measure(
     }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("optimizer_sharding", ["world", "partition"])
-@pytest.mark.parametrize(("world_size", "partition_size"), [(4, 2), (4, 4), (6, 3), (4, 1)])
+@pairwise.parametrize(
+    sizes=[(4, 2), (4, 4), (6, 3), (4, 1)], optimizer_sharding=["world", "partition"], prefetch=[0, 2]
+)
 def test_every_term_equals_its_formula(
-    world_size: int, partition_size: int, optimizer_sharding: str, prefetch: int
+    sizes: tuple[int, int], optimizer_sharding: str, prefetch: int
 ) -> None:
     """2P/p parameters, 4P/p gradients, 12P/(pR) or 12P/p optimizer; units gathered and on their way; buffers.
 
     One gathered unit without prefetch; with it homes for those ahead. A reduce buffer for each stage.
     """
+    world_size, partition_size = sizes
     results = run_ranks(
         world_size, _train_and_measure, partition_size, optimizer_sharding, 37, 5, prefetch, ranks_per_node=2
     )
@@ -178,8 +180,14 @@ def _arena(tied: bool, num_frozen: int, activations: mics.Activations | None) ->
     return term.predicted, term.measured
 
 
-@pytest.mark.parametrize("activations", [None, mics.Activations()])
-@pytest.mark.parametrize(("tied", "num_frozen"), [(False, 0), (True, 0), (False, 1), (False, 4)])
+@pairwise.thin(
+    "tied, num_frozen, activations",
+    [
+        (tied, num_frozen, activations)
+        for tied, num_frozen in [(False, 0), (True, 0), (False, 1), (False, 4)]
+        for activations in [None, mics.Activations()]
+    ],
+)
 def test_gathered_units_of_models_that_are_no_plain_chain(
     tied: bool, num_frozen: int, activations: mics.Activations | None
 ) -> None:
@@ -216,8 +224,11 @@ def _nested_arena(prefetch: int, activations: mics.Activations | None) -> tuple[
     return term.predicted, term.measured
 
 
-@pytest.mark.parametrize("activations", [None, mics.Activations(), mics.Activations(checkpoint=Nested)])
-@pytest.mark.parametrize("prefetch", [1, 2])
+@pairwise.parametrize(
+    strength=1,
+    prefetch=[1, 2],
+    activations=[None, mics.Activations(), mics.Activations(checkpoint=Nested)],
+)
 def test_gathered_units_inside_others(prefetch: int, activations: mics.Activations | None) -> None:
     """The outer one is there as long as they are; what is computed again is gathered for that, too."""
     for predicted, measured in run_ranks(2, _nested_arena, prefetch, activations):
@@ -246,9 +257,7 @@ def _wire(partition_size: int, sharding: str, lean: bool) -> list[tuple[int | No
     return found
 
 
-@pytest.mark.parametrize("lean", [False, True])
-@pytest.mark.parametrize("sharding", ["world", "partition"])
-@pytest.mark.parametrize("partition_size", [1, 2, 4])
+@pairwise.parametrize(partition_size=[1, 2, 4], sharding=["world", "partition"], lean=[False, True])
 def test_chunks_on_their_way(partition_size: int, sharding: str, lean: bool) -> None:
     """Flat and in two stages, with replicas, with masters that are cast, with a narrower wire."""
     for found in run_ranks(4, _wire, partition_size, sharding, lean, ranks_per_node=2):

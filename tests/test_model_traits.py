@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import toys
+from tests import pairwise, toys
 from tests.compare import SHARDINGS, assert_trains_like_plain
 from tests.ranks import run_ranks
 from tests.reference import SEED, Recipe, Sharding, Tolerance, sgd, train_sharded
@@ -83,8 +83,9 @@ def test_frozen_parameters_stay_as_they_were() -> None:
 def test_parameters_unused_in_some_step_on_all_ranks() -> None:
     """A layer nobody used has no gradient (not a zero one), so weight decay leaves it alone."""
     recipe = _recipe(toys.Branches, batch=toys.which_by_step, num_steps=4)
-    outcomes = assert_trains_like_plain(recipe)
-    first, second = outcomes[0].gradients[0], outcomes[0].gradients[1]
+    (outcome,) = assert_trains_like_plain(recipe, shardings=SHARDINGS[:1])
+    assert_trains_like_plain(recipe, shardings=SHARDINGS[1:])
+    first, second = outcome.gradients[:2]
     assert first["blocks.0.second.weight"] is None and second["blocks.0.second.weight"] is not None
 
 
@@ -112,12 +113,14 @@ def test_several_forwards_before_one_backward() -> None:
     assert_trains_like_plain(_recipe(toys.Chain, loss=toys.two_forwards))
 
 
-@pytest.mark.parametrize(
-    ("build", "loss"), [(toys.Plain, toys.two_backwards), (toys.Chain, toys.three_losses)]
+@pairwise.parametrize(
+    strength=1,
+    model=[(toys.Plain, toys.two_backwards), (toys.Chain, toys.three_losses)],
+    accumulation=[1, 2],
 )
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_several_backwards_in_one_micro_step(build: Any, loss: Any, accumulation: int) -> None:
+def test_several_backwards_in_one_micro_step(model: tuple[Any, Any], accumulation: int) -> None:
     """More backwards than micro-steps, also after an announced hop 2: everything is counted once."""
+    build, loss = model
     recipe = _recipe(build, loss=loss, accumulation=accumulation)
     assert_trains_like_plain(recipe, tolerance=ROUNDING)
     assert_trains_like_plain(recipe, tolerance=ROUNDING, announced=True, record_gradients=False)
@@ -165,15 +168,25 @@ def test_fused_attention_in_evaluation() -> None:
     assert_trains_like_plain(recipe)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("build", [toys.CheckpointAround, toys.CheckpointInside, toys.CheckpointSpan])
+@pairwise.parametrize(
+    strength=1,
+    build=[toys.CheckpointAround, toys.CheckpointInside, toys.CheckpointSpan],
+    reentrant=[False, True],
+)
 def test_activation_checkpointing(build: Any, reentrant: bool) -> None:
     """Both variants of `torch.utils.checkpoint`, around a unit, inside one, over several."""
     assert_trains_like_plain(_recipe(partial(build, reentrant=reentrant)))
 
 
 @pytest.mark.parametrize(
-    "units", [(toys.Stage, toys.Block), (toys.Stage,), (toys.Block,), (nn.Linear,), (nn.Linear, toys.Nested)]
+    "units",
+    [
+        (toys.Stage, toys.Block),
+        pytest.param((toys.Stage,), marks=pytest.mark.full),
+        pytest.param((toys.Block,), marks=pytest.mark.full),
+        pytest.param((nn.Linear,), marks=pytest.mark.full),
+        (nn.Linear, toys.Nested),
+    ],
 )
 def test_nested_units(units: tuple[type[nn.Module], ...]) -> None:
     """Units inside units, only the outer, only the inner, single layers, and the root as a unit."""

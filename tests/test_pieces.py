@@ -66,7 +66,13 @@ class _Penalised:
         return _penalised(run, self.name)
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in ("squares", "magnitudes", "distance") else name
+        for name in PENALTIES
+    ],
+)
 def test_penalties_on_parameters(name: str) -> None:
     """A penalty on `model.parameters()`, weighted otherwise on each rank: the gradients of one process."""
     _assert_same(_Penalised(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.plans import Batching, Plans, Prefetch, make_plan
+from mics.layout.order import Batching, Plans, Prefetch, make_plan
 
 TRAIN = (0, 1, 2, 3, 3, 2, 1, 0)
 EVAL = (0, 1, 2, 3)

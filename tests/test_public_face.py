@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+
+import pytest
 
 import mics
 
@@ -31,3 +35,28 @@ def test_shard_takes_settings_by_keyword_only() -> None:
 def test_public_calls_are_documented() -> None:
     """Every public name has a docstring."""
     assert all(inspect.getdoc(getattr(mics, name)) for name in mics.__all__)
+
+
+def test_importing_mics_loads_the_engine_alone() -> None:
+    """Tools and what they need are loaded when their names are first used."""
+    tools = ("mics.bench", "mics.checkpoint", "mics.emulator", "mics.planner", "mics.train")
+    heavy = (*tools, "matplotlib", "rich", "tyro", "yaml", "safetensors", "torch.distributed.tensor")
+    program = f"import sys, mics; print([name for name in {heavy!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'mics' has no attribute 'shart'"):
+        mics.shart  # noqa: B018
+
+
+def test_plain_torch_finds_the_emulator() -> None:
+    """By its backend's name, in a process that has imported mics alone."""
+    program = (
+        "import mics, torch.distributed as dist\n"
+        "dist.init_process_group('emulated', init_method='emulated://p4d.24xlarge:2')\n"
+        "print(dist.get_world_size())"
+    )
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "16"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mics.topology import plan_topology
+from mics.layout.topology import plan_topology
 from tests.ranks import run_ranks
 from tests.reference import (
     SEED,

@@ -23,12 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import PackedSequence
 
 import mics
-from mics import host_memory
+from mics.activations import host_memory
+from mics.activations.host_memory import HostPool
+from mics.activations.offload import Offloader
+from mics.activations.transfers import TransferClock
 from mics.engine import engine_of
 from mics.errors import MicsError, SettingsError
-from mics.host_memory import HostPool
-from mics.offload import Offloader
-from mics.transfer_clock import TransferClock
+from tests import pairwise
 from tests.ranks import run_ranks
 
 _WIDTH = 64
@@ -165,7 +166,7 @@ def _on_two_nodes(build: Callable[[], nn.Module], policies: list[mics.Activation
     return found
 
 
-@pytest.mark.parametrize("build", [partial(Fused, 4), Cells])
+@pytest.mark.parametrize("build", [partial(Fused, 4), pytest.param(Cells, marks=pytest.mark.full)])
 def test_what_units_save_comes_back_with_replicas_and_accumulation(build: Callable[[], nn.Module]) -> None:
     """On two nodes of two ranks, lean where it is offloaded, and gathered parameters among what is saved."""
     policies = [None, _ALL, _NONE, _EVERY_OTHER]
@@ -188,8 +189,7 @@ def test_what_units_save_comes_back_to_the_bit_on_a_gpu(build: Callable[[], nn.M
             assert offloader.pool.used_nbytes == 0
 
 
-@pytest.mark.parametrize("policy", [_ALL, _NONE, _EVERY_OTHER])
-@pytest.mark.parametrize("fails", [False, True])
+@pairwise.parametrize(strength=1, fails=[False, True], policy=[_ALL, _NONE, _EVERY_OTHER])
 def test_a_forward_without_a_backward_leaves_nothing_behind(policy: mics.Activations, fails: bool) -> None:
     """A dropped loss, or an exception in the last block: no tensor and no host buffer is held."""
     model, offloader = _sharded(Stack(Gated), policy)
@@ -240,7 +240,7 @@ def test_parts_of_one_projection_leave_together_and_once() -> None:
     """Queries, keys and values are slices of it; what else is saved are inputs and the attention's own."""
     model, offloader = _sharded(Stack(lambda: Fused(4), num_blocks=2), _NONE)
     assert offloader is not None
-    with patch("mics.offload._LEAST_PART", 0.9):  # of a slice nothing is freed
+    with patch("mics.activations.offload._LEAST_PART", 0.9):  # of a slice nothing is freed
         model(torch.rand(_ROWS, _WIDTH)).backward()
     without = offloader.offloaded_nbytes
     model(torch.rand(_ROWS, _WIDTH)).backward()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics.errors import SettingsError
-from mics.topology import Topology, plan_topology
+from mics.layout.topology import Topology, plan_topology
 
 
 @st.composite

@@ -13,8 +13,8 @@ hop 2     once a boundary, over the replication group: with `optimizer_sharding=
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import toys
+from tests import pairwise, toys
 from tests.ranks import run_ranks
 from tests.reference import adamw
 
@@ -142,10 +142,12 @@ def _hop_2(
     return {"all_reduce": NUM_BLOCKS}, NUM_BLOCKS * 2 * (num_replicas - 1) * piece * FP32
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("announced", [True, False])
-@pytest.mark.parametrize("optimizer_sharding", ["world", "partition"])
-@pytest.mark.parametrize("partition_size", [1, 2, 4])
+@pairwise.parametrize(
+    partition_size=[1, 2, 4],
+    optimizer_sharding=["world", "partition"],
+    announced=[True, False],
+    bf16=[False, True],
+)
 def test_calls_and_bytes_equal_the_formula(
     partition_size: int, optimizer_sharding: str, announced: bool, bf16: bool
 ) -> None:
@@ -175,8 +177,7 @@ def test_calls_and_bytes_equal_the_formula(
         assert where.get(hop_2, 0) == (NUM_BLOCKS if num_replicas > 1 else 0)
 
 
-@pytest.mark.parametrize("announced", [True, False])
-@pytest.mark.parametrize("partition_size", [1, 2, 4])
+@pairwise.parametrize(strength=1, partition_size=[1, 2, 4], announced=[True, False])
 def test_prefetch_moves_nothing_more(partition_size: int, announced: bool) -> None:
     """A whole optimizer step makes the same calls and sends the same bytes with prefetch as without.
 
@@ -222,8 +223,9 @@ def test_clipping_is_one_all_reduce(announced: bool) -> None:
         assert extra == {("world", "all_reduce"): 1}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("build", [toys.CheckpointAround, toys.CheckpointInside])
+@pairwise.parametrize(
+    strength=1, build=[toys.CheckpointAround, toys.CheckpointInside], reentrant=[False, True]
+)
 def test_checkpointing_reduces_each_unit_once(build: Any, reentrant: bool) -> None:
     """A recomputed block is gathered twice (the last unit once) and reduced once, like any other."""
     phases = run_ranks(
@@ -257,7 +259,7 @@ class _Hooked(toys.Chain):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         x = self.blocks[0](x)
-        for before, block in pairwise(self.blocks):
+        for before, block in itertools.pairwise(self.blocks):
             x.register_hook(
                 lambda grad, b=before, c=block: (b.up.weight.sum() + c.up.weight.sum()) * 0 + grad
             )
@@ -277,7 +279,7 @@ def _of_a_steady_step(build: Any) -> tuple[Calls, int]:
         model(*toys.floats(step, 0, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    num_homes = sum(unit.memory.at_home for unit in engine_of(model).units)
+    num_homes = sum(unit.whole.at_home for unit in engine_of(model).units)
     return _difference(model, before)[0], num_homes
 
 

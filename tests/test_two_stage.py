@@ -30,7 +30,7 @@ from mics.comm import (
     World,
     join_world,
 )
-from mics.topology import Topology, plan_topology
+from mics.layout.topology import Topology, plan_topology
 from tests.ranks import MAX_WORLD_SIZE, RankPool, run_ranks
 
 MAX_RANKS = 16
@@ -140,7 +140,7 @@ def _play(node_of: Sequence[int], partition_size: int) -> Found:
     for way, topology in (("world", staged), ("flat", flat)):
         counter = TrafficCounter()
         mesh = world.collectives(topology, counter, device, overlap=False)
-        move_all(way, topology, mesh.gather, mesh.reduce, counter)
+        move_all(way, topology, mesh.groups.gather, mesh.groups.reduce, counter)
     counter = TrafficCounter()
     by_hand = _by_hand(world, staged, counter)
     move_all("by hand", staged, by_hand, by_hand, counter)

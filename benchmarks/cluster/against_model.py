@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.cluster.network import bits_per_second
 
-from mics.cost import Kind, Span, cost
-from mics.topology import Cluster, Link
+from mics.cost.clusters import Cluster, Link
+from mics.cost.collectives import Kind, Span, cost
 
 _KINDS = {
     "all_gather": Kind.ALL_GATHER,

@@ -16,9 +16,9 @@ from typing import IO, Final
 
 from benchmarks.faults.fault import VARIABLE, Fault, encode
 
-from mics.checkpoint.blocks import verify
-from mics.checkpoint.folders import find_checkpoint
+from mics.checkpoint.blocks import verify_file
 from mics.checkpoint.index import read_index
+from mics.checkpoint.opening import find_checkpoint
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 LEFT: Final = 143
@@ -134,7 +134,7 @@ class Job:
         folder = find_checkpoint(self.run_dir / "checkpoints") if self._has_checkpoint() else None
         if folder is not None:
             for name, stored in read_index(folder).files.items():
-                verify(folder / name, stored)
+                verify_file(folder / name, stored)
         errors = [file.stat().st_mtime for file in self.run_dir.glob("logs/**/error.json")]
         after = [written - fired_at for written in errors if written >= fired_at]
         self.observations.append(

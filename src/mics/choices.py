@@ -9,22 +9,22 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from mics.assign import ParamRef, Site
-from mics.auto import batch_nbytes, exchange_pays, two_stages_pay
-from mics.buffers import keeps_statistics
 from mics.comm import World
-from mics.cost import Kind, Span
+from mics.config import Settings, cluster_for, device_of, whole_node
+from mics.cost.auto import batch_nbytes, exchange_pays, two_stages_pay
+from mics.cost.collectives import Kind, Span
+from mics.cost.depth import MicroStep, batching_for, reduction_share
+from mics.cost.memory import ADAM_NBYTES
+from mics.cost.modules import shape_of_module
+from mics.cost.setting import fitting_partition
 from mics.errors import SettingsError
-from mics.layout import plan_layout
-from mics.planner.depth import MicroStep, batching_for, reduction_share
-from mics.planner.memory import ADAM_NBYTES
-from mics.planner.modules import shape_of_module
-from mics.planner.search import fitting_partition
-from mics.plans import Plans, Prefetch
-from mics.settings import Settings, cluster_for, device_of, whole_node
-from mics.topology import Topology, plan_topology, why_not_two_stage
-from mics.unit import Unit
-from mics.unit_spec import UnitSpec
+from mics.layout.assign import ParamRef, Site
+from mics.layout.flat import plan_layout
+from mics.layout.order import Plans, Prefetch
+from mics.layout.topology import Topology, plan_topology, why_not_two_stage
+from mics.sharding.buffers import keeps_statistics
+from mics.sharding.spec import UnitSpec
+from mics.sharding.unit import Unit
 
 _log = logging.getLogger("mics")
 _said: set[str] = set()
@@ -55,7 +55,7 @@ def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) 
     Without a GPU, one node: nobody says how much of a host's memory is whose.
     """
     device = device_of(model, world)
-    cluster = cluster_for(device, nodes)
+    cluster = cluster_for(device, nodes, world)
     node = whole_node(nodes)
     if device.type != "cuda" or cluster.world_size != world.size:
         return node

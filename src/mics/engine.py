@@ -8,16 +8,22 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from mics.boundary import Boundary
+from mics.activations.offload import Offloader
+from mics.activations.policy import Applied
 from mics.comm import TrafficCounter, World
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError, SettingsError
-from mics.offload import Offloader
-from mics.saved import SavedInputs
-from mics.schedule import Schedule
-from mics.structure import CHANGES, watch_modules
-from mics.topology import Topology
-from mics.unit import ParameterTable, Unit
+from mics.gradients.clip import Clip
+from mics.gradients.hops import Hops
+from mics.gradients.shown import ShownGradients
+from mics.gradients.step import Step
+from mics.layout.topology import Topology
+from mics.schedule.autograd import Autograd
+from mics.schedule.events import Progress
+from mics.schedule.residency import Residency
+from mics.sharding.held import ParameterTable
+from mics.sharding.unit import Unit
+from mics.utils.structure import CHANGES, watch_modules
 
 # The model owns its engine: a table from models to engines would keep both alive for ever.
 _ATTRIBUTE = "_mics_engine"
@@ -30,16 +36,24 @@ class Engine:
     world: World
     topology: Topology
     mesh: MeshCollectives
+    device: torch.device
     units: list[Unit]
-    schedule: Schedule
-    boundary: Boundary
+    progress: Progress
+    residency: Residency
+    autograd: Autograd
+    shown: ShownGradients
+    hops: Hops
+    step: Step
+    clip: Clip
     members: Members
     traffic: TrafficCounter
-    device: torch.device
     ranks_on_gpu: int = 1  # the most that share one
-    offloader: Offloader | None = None
-    saved_inputs: SavedInputs | None = None
-    recomputed: frozenset[nn.Module] = frozenset()  # in the backward
+    activations: Applied | None = None
+
+    @property
+    def offloader(self) -> Offloader | None:
+        """What moves activations to host memory, if anything does."""
+        return None if self.activations is None else self.activations.offloader
 
 
 class Members:
@@ -49,22 +63,22 @@ class Members:
     no gradients and cannot be called, until they are put back.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule, *, on_change: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, autograd: Autograd, *, on_change: Callable[[], None]) -> None:
         self.parts: list[Engine] = []  # sharded on their own, and put into the model
         self._model = model
-        self._schedule = schedule
+        self._autograd = autograd
         self._on_change = on_change
         self._seen = -1  # changes
 
     def check(self) -> None:
         """Raise if the model has parameters that are not sharded. One comparison while nobody changes it."""
-        if self._seen != CHANGES.count and not self._schedule.suspended:
+        if self._seen != CHANGES.count and not self._autograd.progress.suspended:
             self._look_again()
 
     def units(self) -> list[Unit]:
         """All units of the model, with those of its parts."""
         self.check()
-        return [*self._schedule.units, *(unit for part in self.parts for unit in part.units)]
+        return [*self._autograd.units, *(unit for part in self.parts for unit in part.units)]
 
     def _look_again(self) -> None:
         watch_modules(self._model)
@@ -73,14 +87,14 @@ class Members:
         self.parts = [engine for engine in engines if engine.members is not self]
         tables = {name: ParameterTable.of(module) for name, module in modules.items()}
         self._refuse_strangers(tables)
-        self._let_go(set(modules.values()), {id(table) for table in tables.values()})
-        self._schedule.user_hooks.follow(modules.values())
+        self._leave_removed(set(modules.values()), {id(table) for table in tables.values()})
+        self._autograd.user_hooks.follow(modules.values())
         self._on_change()
         self._seen = CHANGES.count
 
     def _refuse_strangers(self, tables: Mapping[str, ParameterTable]) -> None:
-        units = {*self._schedule.units, *(unit for part in self.parts for unit in part.units)}
-        ours = {id(param) for unit in units for param in (*unit.shards, *unit.full)}
+        units = {*self._autograd.units, *(unit for part in self.parts for unit in part.units)}
+        ours = {id(param) for unit in units for param in (*unit.shards, *unit.whole.params)}
         strange, lost = [], []
         for module, table in tables.items():
             prefix = f"{module}." if module else ""
@@ -101,13 +115,13 @@ class Members:
                 "from their module; change the model before mics.shard(), or delete the whole module"
             )
 
-    def _let_go(self, modules: set[nn.Module], tables: set[int]) -> None:
-        for site in self._schedule.sites:
+    def _leave_removed(self, modules: set[nn.Module], tables: set[int]) -> None:
+        for site in self._autograd.sites:
             site.is_removed = site.module not in modules
             site.look_again()
-        for unit in self._schedule.units:
-            for shard in unit.shards_outside(tables):
-                shard.grad = None
+        for unit in self._autograd.units:
+            for index in unit.held.outside(tables):
+                unit.shards[index].grad = None
 
 
 def _listed(names: Sequence[str]) -> str:

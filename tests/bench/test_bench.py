@@ -11,13 +11,13 @@ import pytest
 
 from mics.bench.job import Job
 from mics.bench.models import BENCH_MODELS
-from mics.bench.plan import Outcome, Plan, Run, interleave
+from mics.bench.plan import Outcome, Run, RunPlan, interleave
 from mics.bench.summary import agree, summarise, verdict
 from mics.bench.supervise import Launcher, supervise
 from mics.bench.table import cells, markdown_table
 from mics.bench.timeline import Exposure
 from mics.cli import main
-from mics.clusters import find_cluster
+from mics.cost.clusters import find_cluster
 from mics.models import GPTConfig
 
 JOB = Job(
@@ -32,8 +32,8 @@ JOB = Job(
 )
 
 
-def _plan(runs: tuple[Run, ...], folder: Path) -> Plan:
-    return Plan(runs=runs, num_warmup_steps=1, num_steps=2, folder=str(folder))
+def _plan(runs: tuple[Run, ...], folder: Path) -> RunPlan:
+    return RunPlan(runs=runs, num_warmup_steps=1, num_steps=2, folder=str(folder))
 
 
 def _outcome(number: int, seconds: float = 1.0, losses: tuple[float, ...] = (3.0, 2.0)) -> Outcome:
@@ -49,7 +49,7 @@ def test_plans_and_outcomes_travel(tmp_path: Path) -> None:
     assert [run.system for run in plan.runs] == ["mics", "ddp"] * 4
     assert [run.record for run in plan.runs] == [True] * 4 + [False] * 4
     plan.write(tmp_path / "plan.json")
-    assert Plan.read(tmp_path / "plan.json") == plan
+    assert RunPlan.read(tmp_path / "plan.json") == plan
     exposure = Exposure(compute_seconds=1, idle_seconds=0, link_seconds={}, exposed_seconds={})
     outcome = replace(_outcome(3), exposure=exposure)
     assert Outcome.from_line(outcome.as_line()) == outcome

@@ -80,7 +80,13 @@ def _train_alone(job: Job) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("job", [JOB, CLIPPED], ids=["plain", "tied, recomputed, clipped"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(JOB, id="plain", marks=pytest.mark.full),
+        pytest.param(CLIPPED, id="tied, recomputed, clipped"),
+    ],
+)
 def test_systems_equal_training_in_one_process(job: Job) -> None:
     """mics and torch's own systems, two nodes of two ranks, each rank with micro-batches of its own."""
     expected = pytest.approx(_train_alone(job), abs=1e-5)
@@ -88,6 +94,7 @@ def test_systems_equal_training_in_one_process(job: Job) -> None:
     assert found == dict.fromkeys(TORCH_SYSTEMS, expected)
 
 
+@pytest.mark.full
 def test_systems_agree_in_bf16() -> None:
     """bf16 parameters with fp32 masters, and DDP's autocast: the same up to the format's rounding."""
     expected = pytest.approx(_train_alone(LOWERED), abs=5e-3)
@@ -198,7 +205,7 @@ def test_megatron_says_what_it_cannot_train(job: Job, reason: str, monkeypatch: 
         SYSTEMS["megatron-fsdp"].build(job)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "partition_size"), [("deepspeed-zero3", 4), ("deepspeed-mics", 2), ("deepspeed-mics", 4)]
 )

@@ -16,10 +16,10 @@ import mics
 from mics.bench.picture import draw_scaling, draw_systems, draw_timeline
 from mics.bench.timeline import LANES, Segment, Timeline, _from_kernels, exposure, record
 from mics.bench.trace import write_trace
-from mics.comm.emulated import Collective
-from mics.comm.emulated.log import Times
-from mics.cost import Cost, Kind
-from mics.intervals import Interval, subtract, total, union
+from mics.cost.collectives import Cost, Kind
+from mics.emulator import Collective
+from mics.emulator.log import Times
+from mics.utils.intervals import Interval, subtract, total, union
 
 _TICKS = 40
 _INTERVALS = st.lists(

@@ -249,6 +249,7 @@ def _run_script(path: Path, case: str) -> list[subprocess.CompletedProcess[str]]
     ]
 
 
+@pytest.mark.full
 def test_a_script_that_leaves_its_group_still_has_its_checkpoint(tmp_path: Path) -> None:
     """destroy_process_group right after save(wait=False): the ranks finish it."""
     for done in _run_script(tmp_path / "c", "good"):
@@ -263,6 +264,7 @@ def test_a_script_that_leaves_its_group_still_has_its_checkpoint(tmp_path: Path)
     assert all(torch.equal(value, expected[name]) for name, value in mics.full_state_dict(model).items())
 
 
+@pytest.mark.full
 def test_a_script_that_lost_its_checkpoint_fails(tmp_path: Path) -> None:
     """Nobody waited for it, and the exit code of all ranks tells."""
     for done in _run_script(tmp_path / "c", "full"):

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mics
-from mics.checkpoint.foreign import open_checkpoint
-from mics.checkpoint.index import StoredFile
+from mics.checkpoint.opening import open_checkpoint
+from mics.checkpoint.records import StoredFile
 from mics.errors import CheckpointError
-from tests import toys
+from tests import pairwise, toys
 from tests.checkpoint import fsdp_runs
 from tests.checkpoint.fsdp_runs import FORMS, no_pickles
 from tests.checkpoint.runs import same, trained_and_saved
@@ -38,7 +38,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # -- FSDP2 and DCP --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by", "partition_size"), [(2, 4, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "partition_size"), [(2, 4, 2), pytest.param(4, 2, 2, marks=pytest.mark.full)]
+)
 def test_fsdp_loads_into_mics(tmp_path: Path, saved_by: int, loaded_by: int, partition_size: int) -> None:
     """All forms, onto more ranks and onto fewer; no pickle is loaded, and training goes on."""
     root = str(tmp_path)
@@ -55,8 +57,7 @@ def of_mics(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     return path, run_ranks(4, trained_and_saved, path, 2)[0]
 
 
-@pytest.mark.parametrize("form", ["nested", "flat"])
-@pytest.mark.parametrize("world", [2, 4])
+@pairwise.parametrize(strength=1, world=[2, 4], form=["nested", "flat"])
 def test_mics_loads_into_fsdp(of_mics: tuple[str, dict[str, Any]], world: int, form: str) -> None:
     """Through dcp.load and set_state_dict: parameters, optimizer state and settings."""
     path, expected = of_mics
@@ -421,8 +422,8 @@ def _load_metered(folder: str) -> tuple[int, int, dict[str, Tensor]]:
     small = partial(StoredFile, block_nbytes=BLOCK)
     model = mics.shard(_wide(), partition_size=4)
     with (
-        patch("mics.checkpoint.safetensors_files.StoredFile", small),
-        patch("mics.checkpoint.torch_format.BLOCK_NBYTES", BLOCK),
+        patch("mics.checkpoint.formats.safetensors_files.StoredFile", small),
+        patch("mics.checkpoint.reading.BLOCK_NBYTES", BLOCK),
         Allocations() as meter,
     ):
         mics.load(folder, model)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mics.checkpoint.foreign import open_checkpoint
+from mics.checkpoint.opening import open_checkpoint
 from mics.errors import CheckpointError
 from tests.checkpoint.hostile import (
     Trained,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mics.checkpoint.pickle_data import Name, Record, read_pickle
+from mics.checkpoint.formats.pickle_data import Name, Record, read_pickle
 from mics.errors import CheckpointError
 
 plain = st.recursive(

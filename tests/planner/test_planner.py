@@ -19,32 +19,38 @@ from torch import nn
 import mics
 from mics.choices import choose_partition_size
 from mics.cli import main
-from mics.clusters import find_cluster
+from mics.cost.clusters import find_cluster
+from mics.cost.memory import Division, Keeping, memory_terms
+from mics.cost.modules import find_model, shape_of_module
+from mics.cost.setting import Setting, fitting_partition, partition_sizes
+from mics.cost.shapes import named_shape, shape_of_config
 from mics.models.gpt import GPT, GPTConfig
 from mics.planner import __file__ as planner_file
 from mics.planner.goodput import Faults, goodput
 from mics.planner.hardware import planned_cluster
-from mics.planner.memory import Activations, Layout, memory_terms
-from mics.planner.modules import find_model, shape_of_module
 from mics.planner.search import (
-    Wanted,
-    fitting_partition,
+    Request,
     limit_of,
-    partition_sizes,
     search,
     smallest_cluster,
 )
-from mics.planner.setting import Setting
-from mics.planner.shapes import named_shape, shape_of_config
 from mics.planner.systems import SYSTEMS, Prediction, predict, predict_quickly
 from mics.planner.text import advice
+from tests import pairwise
 from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(num_layers=5, num_heads=4, hidden_size=64, vocab_size=512, seq_len=32, rotary=False)
 
 
 def test_it_imports_neither_the_engine_nor_process_groups() -> None:
-    forbidden = ("torch.distributed", "mics.comm", "mics.unit", "mics.engine", "mics.schedule", "mics.api")
+    forbidden = (
+        "torch.distributed",
+        "mics.comm",
+        "mics.sharding",
+        "mics.engine",
+        "mics.schedule",
+        "mics.api",
+    )
     for file in Path(planner_file).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -55,7 +61,7 @@ def test_it_imports_neither_the_engine_nor_process_groups() -> None:
 @pytest.mark.parametrize("row", planner_accuracy.MEASURED, ids=str)
 def test_measured_steps_are_predicted_within_7_percent(row: planner_accuracy.Measured) -> None:
     from mics.bench.models import BENCH_MODELS
-    from mics.clusters import find_cluster
+    from mics.cost.clusters import find_cluster
 
     setting = Setting(
         model=shape_of_config("gpt-3.6b", BENCH_MODELS["gpt-3.6b"].config),
@@ -89,15 +95,14 @@ def _report(config: GPTConfig, partition_size: int) -> dict[str, tuple[int | Non
     return {term.name: (term.predicted, term.measured) for term in mics.memory(model, show=False).terms}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("partition_size", [2, 4])
+@pairwise.parametrize(strength=1, partition_size=[2, 4], tied=[False, True])
 def test_terms_are_those_of_a_real_run(partition_size: int, tied: bool) -> None:
     """The planner's from the shape alone, and the engine's own prediction, within 3% of the tensors."""
     config = replace(CONFIG, tie_weights=tied)
     found = run_ranks(4, _report, config, partition_size, ranks_per_node=4)[0]
-    layout = Layout(partition_size=partition_size, num_replicas=4 // partition_size, prefetch=1)
+    division = Division(partition_size=partition_size, num_replicas=4 // partition_size, prefetch=1)
     shape = shape_of_config("gpt", config)
-    terms = memory_terms(shape, layout, Activations(checkpoint=False), tokens=8).on_device()
+    terms = memory_terms(shape, division, Keeping(checkpoint=False), tokens=8).on_device()
     for name in ("parameters", "gradients", "masters", "optimizer state", "gathered units", "reduce buffers"):
         predicted, measured = found[name]
         assert measured
@@ -143,15 +148,15 @@ def test_a_function_that_builds_a_model() -> None:
 
 
 def test_the_search_prefers_small_groups_where_they_are_as_fast() -> None:
-    wanted = Wanted(
+    request = Request(
         model=named_shape("gpt-20b"), cluster=planned_cluster("p4d.24xlarge:64"), global_batch=2048
     )
-    found = search(wanted)
+    found = search(request)
     assert found.choices[0].setting.partition_size == 8
     assert not found.choices[0].setting.activations.offload, "a little faster, and more that can go wrong"
-    assert all(wanted.fits(choice.memory) for choice in found.choices)
+    assert all(request.fits(choice.memory) for choice in found.choices)
     assert set(found.too_large) | {c.setting.partition_size for c in found.choices} == set(
-        partition_sizes(wanted.cluster)
+        partition_sizes(request.cluster)
     )
 
 
@@ -160,33 +165,35 @@ def test_narrow_gradients_ask_for_whole_masters_where_there_is_room() -> None:
     cluster = find_cluster("benchmarks/clusters/ordinary.yaml:64")
     found = {}
     for wire, memory in ((2, None), (4, None), (2, 20 << 30)):
-        wanted = Wanted(
+        request = Request(
             model=named_shape("gpt-3.6b"),
             cluster=cluster,
             global_batch=512,
             wire_nbytes=wire,
             memory_nbytes=memory,
         )
-        at_4 = next(each for each in search(wanted).choices if each.setting.partition_size == 4)
+        at_4 = next(each for each in search(request).choices if each.setting.partition_size == 4)
         found[wire, memory] = at_4.setting.over_replicas, 'optimizer_sharding="partition"' in advice(at_4)
     assert found == {(2, None): (False, True), (4, None): (True, False), (2, 20 << 30): (True, False)}
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
     """Three rows a GPU, and units that must be split to make room for all of them."""
-    wanted = Wanted(model=named_shape("gpt-20b"), cluster=planned_cluster("p3dn.24xlarge:4"), global_batch=96)
+    request = Request(
+        model=named_shape("gpt-20b"), cluster=planned_cluster("p3dn.24xlarge:4"), global_batch=96
+    )
     best = min(
         predict(setting).step_seconds
-        for size in partition_sizes(wanted.cluster)
+        for size in partition_sizes(request.cluster)
         for parts in (1, 3)
         for prefetch in (None, 1)
         for rows in (1, 3)
-        for policy in (Activations(checkpoint=False), Activations(checkpoint=True))
-        if wanted.fits(
+        for policy in (Keeping(checkpoint=False), Keeping(checkpoint=True))
+        if request.fits(
             (
                 setting := Setting(
-                    model=wanted.model.split(parts),
-                    cluster=wanted.cluster,
+                    model=request.model.split(parts),
+                    cluster=request.cluster,
                     partition_size=size,
                     micro_batch=rows,
                     accumulation=3 // rows,
@@ -196,7 +203,7 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
             ).memory()
         )
     )
-    assert search(wanted).choices[0].step_seconds <= 1.02 * best
+    assert search(request).choices[0].step_seconds <= 1.02 * best
 
 
 def test_long_models_are_predicted_from_shorter_ones() -> None:
@@ -206,7 +213,7 @@ def test_long_models_are_predicted_from_shorter_ones() -> None:
         partition_size=16,
         micro_batch=4,
         accumulation=2,
-        activations=Activations(checkpoint=True),
+        activations=Keeping(checkpoint=True),
     )
     whole, quick = predict(setting), predict_quickly(setting)
     assert quick.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
@@ -221,7 +228,7 @@ def test_few_units_and_many_micro_steps() -> None:
         partition_size=2,
         micro_batch=1,
         accumulation=8,
-        activations=Activations(checkpoint=False),
+        activations=Keeping(checkpoint=False),
     )
     times = [predict(replace(setting, accumulation=count)).step_seconds for count in (8, 12, 16)]
     assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.02)
@@ -229,12 +236,12 @@ def test_few_units_and_many_micro_steps() -> None:
 
 def test_the_smallest_cluster_that_would_do() -> None:
     for nodes in (1, 3):
-        wanted = Wanted(
+        request = Request(
             model=named_shape("gpt-175b"),
             cluster=planned_cluster(f"p4d.24xlarge:{nodes}"),
             global_batch=8 * nodes,
         )
-        assert smallest_cluster(wanted) == 12
+        assert smallest_cluster(request) == 12
 
 
 def test_narrow_matrices_count_by_their_work() -> None:
@@ -256,7 +263,7 @@ def test_every_system_is_simulated_and_none_beats_its_computation() -> None:
         partition_size=8,
         micro_batch=2,
         accumulation=2,
-        activations=Activations(checkpoint=True),
+        activations=Keeping(checkpoint=True),
     )
     for name in SYSTEMS:
         found = predict(setting, name)
@@ -270,7 +277,7 @@ def _offloaded(host_bandwidth: float, *, parts: int = 1, offload: bool = True) -
         partition_size=8,
         micro_batch=4,
         accumulation=1,
-        activations=Activations(checkpoint=True, offload=offload),
+        activations=Keeping(checkpoint=True, offload=offload),
     )
     return predict(setting)
 
@@ -318,14 +325,14 @@ def test_goodput() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
-    wanted = ["plan", "--model", "gpt-13b", "--cluster", "p4d.24xlarge:4", "--global-batch", "128"]
-    assert main([*wanted, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "1000"]) == 0
+    request = ["plan", "--model", "gpt-13b", "--cluster", "p4d.24xlarge:4", "--global-batch", "128"]
+    assert main([*request, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "1000"]) == 0
     shown = capsys.readouterr().out
     for words in ("partition_size=", "memory of a GPU", "choices", "dollars", "The next smaller size"):
         assert words in shown
-    assert main([*wanted, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
+    assert main([*request, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
     assert "never, failures come faster" in capsys.readouterr().out
-    assert main([*wanted, "--json", "--html", str(page)]) == 0
+    assert main([*request, "--json", "--html", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] > 12e9
     assert found["choices"][0]["memory_peak"] <= found["cluster"]["memory_nbytes"]
@@ -358,9 +365,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_bad_input_names_the_field(
     change: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = {"--model": "gpt-13b", "--cluster": "p4d.24xlarge:2", "--global-batch": "32"}
-    wanted |= dict(zip(change[::2], change[1::2], strict=True))
-    assert main(["plan", *(word for pair in wanted.items() for word in pair)]) == 2
+    request = {"--model": "gpt-13b", "--cluster": "p4d.24xlarge:2", "--global-batch": "32"}
+    request |= dict(zip(change[::2], change[1::2], strict=True))
+    assert main(["plan", *(word for pair in request.items() for word in pair)]) == 2
     found = capsys.readouterr().err
     assert re.search(message, found), found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mics.cost import Cost
+from mics.cost.collectives import Cost
 from mics.planner.simulate import Program, play
 
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.faults.fault import KINDS, MOMENTS, Fault, decode, draw_faults, encode
 from benchmarks.faults.job import Job
 
+from tests import tiers
 from tests.train.rank_runs import reference_losses
 
 ARGS = ["--steps", "20", "--checkpoint.interval", "4"]
@@ -23,38 +24,38 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A run that is killed inside a collective, hangs in a save, and loses a node."""
+    """A run that is killed inside a collective, and in `make test-all` hangs in a save and loses a node."""
     args = [*ARGS, "--launch.nodes", "2", "--launch.ranks-per-node", "1"]
-    job = Job(folder=tmp_path_factory.mktemp("faults"), args=args, faults=FAULTS)
+    faults = FAULTS[:1] if tiers.quick else FAULTS
+    job = Job(folder=tmp_path_factory.mktemp("faults"), args=args, faults=faults)
     assert job.run() == 0, job.output
     return job
 
 
-@pytest.mark.slow
 def test_every_loss_is_the_uninterrupted_one_to_the_bit(job: Job, tmp_path: Path) -> None:
     """Each step's loss and each validation is there once and equal; dropout and all."""
-    assert len(job.observations) == len(FAULTS), job.output
+    assert len(job.observations) == len(job.faults), job.output
     assert job.losses() == reference_losses(tmp_path, ARGS)
 
 
-@pytest.mark.slow
 def test_each_failure_is_one_line_that_names_the_rank_and_the_collective(job: Job) -> None:
     """What is said at each restart; and that it went on from what `latest` named, which was whole."""
-    killed, stopped, node = job.observations
-    assert "rank 1 (node 1) was ended by SIGKILL; rank 0 was in " in killed.message
-    assert "the others waited in vain for rank 0; rank 1 was in " in stopped.message
-    assert "node 1 is gone: its agent was ended by SIGKILL" in node.message
-    for each in job.observations:
+    said = {
+        "kill": "rank 1 (node 1) was ended by SIGKILL; rank 0 was in ",
+        "stop": "the others waited in vain for rank 0; rank 1 was in ",
+        "node": "node 1 is gone: its agent was ended by SIGKILL",
+    }
+    for fault, each in zip(job.faults, job.observations, strict=True):
+        assert said[fault.kind] in each.message
         where = f"from {each.latest}" if each.latest else "from the beginning"
         assert f"starting all ranks again, {where} (restart " in each.message
         assert each.resumed_step == int(each.latest.removeprefix("step-") or 0)
 
 
-@pytest.mark.slow
 def test_the_others_notice_in_time(job: Job) -> None:
     """A dead peer at once, a silent one after the timeout of 10 s; and the time to ask who is gone."""
-    killed, stopped, node = job.observations
-    for each, limit in ((killed, 10.0), (node, 10.0), (stopped, 20.0)):
+    for fault, each in zip(job.faults, job.observations, strict=True):
+        limit = 20.0 if fault.kind == "stop" else 10.0
         assert each.noticed_seconds is not None and each.noticed_seconds < limit, each
 
 

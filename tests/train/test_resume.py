@@ -100,6 +100,7 @@ def test_a_torn_checkpoint_is_passed_over(reference: Path, tmp_path: Path) -> No
     assert (tmp_path / "demo/checkpoints.previous/step-8").is_dir(), "nothing is thrown away unasked"
 
 
+@pytest.mark.full
 def test_going_back_makes_the_steps_after_it_history(reference: Path, tmp_path: Path) -> None:
     """A run that is taken up at an earlier step of its own must not be restarted from a later one."""
     copy = copied(reference, tmp_path, last_step=8)
@@ -109,13 +110,17 @@ def test_going_back_makes_the_steps_after_it_history(reference: Path, tmp_path: 
     assert rows(copy) == rows(reference)
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_fewer_and_more_ranks_go_on_with_the_same_sequences(
-    reference: Path, tmp_path: Path, world: int
-) -> None:
-    """The global batch stays: the losses are those of the reference but for the order of additions."""
-    plain = tmp_path / "plain"
-    assert run(plain)[0] == 0  # dropout would be drawn by other ranks
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the reference, without dropout, which would be drawn by other ranks."""
+    folder = tmp_path_factory.mktemp("plain")
+    assert run(folder)[0] == 0
+    return folder
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_fewer_and_more_ranks_go_on_with_the_same_sequences(plain: Path, tmp_path: Path, world: int) -> None:
+    """The global batch stays: the losses are those of the plain run but for the order of additions."""
     args = ("--checkpoint.resume", str(plain / "demo/checkpoints/step-4"))
     assert run(tmp_path, *args, world=world)[0] == 0
     found, expected = (
@@ -166,6 +171,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_unit(tmp_path: Path
         assert "unit 'blocks.0'" in error.message
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     """The update is left out on all ranks and the parameters stay finite; too many in a row end the run."""
     flags = ("--optimizer.nonfinite", "skip", "--checkpoint.interval", "0")

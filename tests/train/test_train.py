@@ -26,6 +26,7 @@ def _losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.full
 def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
     """The launcher's four ranks leave all results and the losses of one rank with the same global batch."""
     args = ["--steps", "6", "--sharding.partition-size", "2", "--sharding.activations", "offload"]

@@ -21,16 +21,16 @@ from mics.bench.config import BenchConfig, EmulateConfig
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.picture import draw_scaling, draw_systems
-from mics.bench.plan import Outcome, Plan, Run, interleave
+from mics.bench.plan import Outcome, Run, RunPlan, interleave
 from mics.bench.report import print_report
 from mics.bench.summary import Row, agree, summarise, verdict
 from mics.bench.supervise import Launcher, in_one_process, in_ranks, read_results, supervise
 from mics.bench.systems import SYSTEMS
 from mics.bench.table import markdown_table, terminal_table
 from mics.bench.worker import work
-from mics.clusters import find_cluster
+from mics.cost.clusters import Cluster, find_cluster
 from mics.errors import SettingsError
-from mics.topology import Cluster, check_partition_size
+from mics.layout.topology import check_partition_size
 from mics.train.hardware import peak_tflops
 
 
@@ -39,7 +39,7 @@ def bench(args: Sequence[str]) -> int:
     config = tyro.cli(BenchConfig, prog="mics bench", args=list(args))
     config.check()
     _make_folder(config.out)
-    plan = Plan(
+    plan = RunPlan(
         runs=interleave(
             config.systems, _rows(config), repeats=config.repeats, record=config.on == "emulated"
         ),
@@ -85,7 +85,7 @@ def emulate(args: Sequence[str]) -> int:
         cluster=cluster,
         record=True,
     )
-    plan = Plan(
+    plan = RunPlan(
         runs=(run,), num_warmup_steps=config.warmup, num_steps=config.steps, folder=str(config.out.resolve())
     )
     Console(stderr=True).print(f"{config.system} as rank 0 of {cluster.world_size} ({config.cluster}) ...")
@@ -164,7 +164,7 @@ def _launcher(config: BenchConfig) -> tuple[Launcher, Path | None]:
     return launch, source
 
 
-def _as_rank(plan: Plan, config: BenchConfig) -> list[Outcome] | None:
+def _as_rank(plan: RunPlan, config: BenchConfig) -> list[Outcome] | None:
     """This process is a rank that a launcher started: make the runs here. None on ranks other than 0."""
     results = config.out / "results.jsonl"
     rank = int(os.environ["RANK"])

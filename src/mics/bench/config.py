@@ -12,8 +12,8 @@ import tyro
 from mics.bench.job import DType, Job
 from mics.bench.models import BENCH_MODELS
 from mics.bench.systems import SYSTEMS
-from mics.clusters import PRESETS
-from mics.comm.emulated import Imagined
+from mics.cost.clusters import PRESETS
+from mics.emulator import Imagined
 from mics.errors import SettingsError
 
 _MODELS = ", ".join(f"{name} ({model.about})" for name, model in BENCH_MODELS.items())

@@ -5,7 +5,7 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from mics.comm.emulated import Imagined
+from mics.emulator import Imagined
 from mics.models import GPTConfig
 
 DType = Literal["float32", "bfloat16"]

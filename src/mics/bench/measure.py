@@ -17,16 +17,16 @@ from torch import Tensor
 
 from mics.bench.job import Job
 from mics.bench.picture import draw_timeline
-from mics.bench.plan import Outcome, Plan, Run
+from mics.bench.plan import Outcome, Run, RunPlan
 from mics.bench.systems import SYSTEMS, System, SystemUnavailable
 from mics.bench.systems.protocol import Batch, Trainer
 from mics.bench.timeline import Exposure, exposure, record
 from mics.bench.trace import write_trace
 from mics.bench.uplink import sent_nbytes
-from mics.comm.emulated import Emulation, emulate
+from mics.emulator import Emulation, emulate
 
 
-def measure(run: Run, plan: Plan, *, systems: Mapping[str, System] = SYSTEMS) -> Outcome:
+def measure(run: Run, plan: RunPlan, *, systems: Mapping[str, System] = SYSTEMS) -> Outcome:
     """Measure one run. All ranks call it; what a system raises becomes the outcome's error."""
     device = (
         torch.device("cuda", torch.cuda.current_device()) if run.job.device == "cuda" else torch.device("cpu")
@@ -48,7 +48,7 @@ def measure(run: Run, plan: Plan, *, systems: Mapping[str, System] = SYSTEMS) ->
 
 
 def _measure(
-    run: Run, plan: Plan, system: System, device: torch.device, emulation: Emulation | None
+    run: Run, plan: RunPlan, system: System, device: torch.device, emulation: Emulation | None
 ) -> Outcome:
     job = run.job
     on_gpu = device.type == "cuda"
@@ -95,7 +95,7 @@ def _measure(
 
 def _look_inside(
     run: Run,
-    plan: Plan,
+    plan: RunPlan,
     trainer: Trainer,
     batches: list[Batch],
     device: torch.device,

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from mics.bench.timeline import LANES, Exposure, Timeline
-from mics.intervals import Interval, subtract
-from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
+from mics.utils.intervals import Interval, subtract
+from mics.utils.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 
 _LANE_COLOURS: Final = {
     "compute": GREY,

@@ -10,8 +10,8 @@ from typing import Any
 
 from mics.bench.job import Job
 from mics.bench.timeline import Exposure
+from mics.cost.clusters import Cluster, Link
 from mics.models import GPTConfig
-from mics.topology import Cluster, Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """The runs, in the order in which they are made."""
 
     runs: tuple[Run, ...]
@@ -48,7 +48,7 @@ class Plan:
         file.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, file: Path) -> Plan:
+    def read(cls, file: Path) -> RunPlan:
         found = json.loads(file.read_text())
         return cls(**{**found, "runs": tuple(_run(run) for run in found["runs"])})
 

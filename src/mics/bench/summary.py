@@ -12,8 +12,8 @@ from typing import Any, Final
 from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run
 from mics.bench.systems import SYSTEMS
+from mics.cost.clusters import Cluster
 from mics.models import GPTConfig
-from mics.topology import Cluster
 
 _DISAGREE: Final = "LOSSES DISAGREE"
 

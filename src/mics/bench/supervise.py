@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mics.bench.plan import Outcome, Plan
+from mics.bench.plan import Outcome, RunPlan
 from mics.bench.systems import SYSTEMS
 
 Launcher = Callable[[list[str]], list[str]]
@@ -34,7 +34,7 @@ def in_ranks(num_ranks: int) -> Launcher:
 
 
 def supervise(
-    plan: Plan, launcher: Launcher, *, timeout: float, say: Callable[[str], None], cwd: Path | None = None
+    plan: RunPlan, launcher: Launcher, *, timeout: float, say: Callable[[str], None], cwd: Path | None = None
 ) -> list[Outcome]:
     """Make all runs. A run that crashes or hangs is an outcome with an error, and the others still happen."""
     outcomes: dict[int, Outcome] = {}
@@ -62,7 +62,7 @@ def supervise(
     return [outcomes[run.number] for run in plan.runs]
 
 
-def _together(plan: Plan, left: Sequence[int]) -> list[int]:
+def _together(plan: RunPlan, left: Sequence[int]) -> list[int]:
     """The next runs that can share a process: all up to one that must have its own."""
     first = plan.runs[left[0]]
     if SYSTEMS[first.system].isolated:

@@ -16,9 +16,9 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mics.comm.emulated import Collective, Emulation
-from mics.comm.emulated.device_links import RESERVE, WAIT
-from mics.intervals import Interval, subtract, total, union
+from mics.emulator import Collective, Emulation
+from mics.emulator.device_links import RESERVE, WAIT
+from mics.utils.intervals import Interval, subtract, total, union
 
 LINKS: Final = ("intra", "inter", "to host", "from host")
 LANES: Final = ("compute", *LINKS)

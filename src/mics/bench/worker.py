@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from mics.bench.measure import measure
-from mics.bench.plan import Plan
+from mics.bench.plan import RunPlan
 from mics.train.ranks import share_gpu
 
 
-def work(plan: Plan, results: Path, numbers: list[int]) -> None:
+def work(plan: RunPlan, results: Path, numbers: list[int]) -> None:
     """Make the runs with these numbers, one after the other, and write a line for each."""
     if plan.runs[0].cluster is None:
         _join(plan.runs[0].job.device)
@@ -54,4 +54,6 @@ def _append(results: Path, line: str) -> None:
 
 
 if __name__ == "__main__":
-    work(Plan.read(Path(sys.argv[1])), Path(sys.argv[2]), [int(number) for number in sys.argv[3].split(",")])
+    work(
+        RunPlan.read(Path(sys.argv[1])), Path(sys.argv[2]), [int(number) for number in sys.argv[3].split(",")]
+    )

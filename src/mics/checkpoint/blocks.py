@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mics.checkpoint.digests import best_digest, digest_of
 from mics.checkpoint.files import open_file
-from mics.checkpoint.index import BLOCK_NBYTES, StoredFile
+from mics.checkpoint.records import BLOCK_NBYTES, StoredFile
 from mics.errors import CheckpointError
 
 T = TypeVar("T")
@@ -276,7 +276,7 @@ class BlockReader:
                     yield last
 
 
-def verify(path: Path, stored: StoredFile, progress: Callable[[int], None] | None = None) -> None:
+def verify_file(path: Path, stored: StoredFile, progress: Callable[[int], None] | None = None) -> None:
     """Read a whole file and raise if it is not what was written; ``progress`` is told the bytes read."""
     with BlockReader(path, stored, [range(stored.nbytes)]) as reader:
         for number in range(-(-stored.nbytes // stored.block_nbytes)):

@@ -17,16 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as Speed
 
-from mics.checkpoint.blocks import verify as verify_file
-from mics.checkpoint.export import export as write_export
-from mics.checkpoint.export import plan_export
-from mics.checkpoint.folders import find_checkpoint
-from mics.checkpoint.foreign import open_checkpoint
-from mics.checkpoint.from_safetensors import import_safetensors
-from mics.checkpoint.index import Index
-from mics.checkpoint.show import show as tables
-from mics.checkpoint.show import size
-from mics.checkpoint.stock import located
+from mics.checkpoint.blocks import verify_file
+from mics.checkpoint.exporting import plan_export, write_export
+from mics.checkpoint.formats.dcp import located
+from mics.checkpoint.importing import import_safetensors
+from mics.checkpoint.opening import find_checkpoint, open_checkpoint
+from mics.checkpoint.records import Index
+from mics.checkpoint.tables import size, tables_of
 from mics.errors import CheckpointError, SettingsError
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "keep": None}
@@ -73,7 +70,7 @@ def show(path: _Source, *, tensors: bool = False) -> int:
     folder, index = _open(path)
     # Lines of a table that goes to a file or to grep are not folded.
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
-    console.print(tables(folder, index, tensors=tensors))
+    console.print(tables_of(folder, index, tensors=tensors))
     return 0
 
 

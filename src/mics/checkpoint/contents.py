@@ -15,32 +15,16 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mics.checkpoint.records import MODEL, OPTIMIZER, TensorPart
 from mics.engine import Engine
 from mics.errors import SettingsError
-from mics.unit import Unit
+from mics.sharding.unit import Unit
 
-MODEL = "model."
-OPTIMIZER = "optimizer."
 _EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Elements ``span`` of a tensor, in flat order."""
-
-    name: str
-    shape: tuple[int, ...]
-    span: range
-    values: Tensor  # [len(span)], memory of the model or its optimizer
-    whole: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldParam:
     """A parameter: where it is, and all names it has in the state dict."""
 
     unit: Unit
@@ -67,27 +51,28 @@ class Held:
         overlap = slot.overlap(flat)
         return range(overlap.start - slot.start, overlap.stop - slot.start)
 
-    def part(self, name: str, values: Tensor, *, once: bool) -> Part:
+    def part(self, name: str, values: Tensor, *, once: bool) -> TensorPart:
         """A tensor laid out as the shard (or the shard itself), as part of a whole tensor."""
         have, want = self.span(once=False), self.span(once=once)
         flat = values.detach().view(-1)
         if not want:
-            return Part(name=name, shape=self.shape, span=range(0), values=flat[:0])
+            return TensorPart(name=name, shape=self.shape, span=range(0), values=flat[:0])
         cut = flat[want.start - have.start : want.stop - have.start]
-        return Part(name=name, shape=self.shape, span=want, values=cut)
+        return TensorPart(name=name, shape=self.shape, span=want, values=cut)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """A model's state dict by kind."""
 
-    params: list[Held]
+    params: list[HeldParam]
     buffers: dict[str, Tensor]
     module_state: dict[str, Any]
 
     @property
     def aliases(self) -> dict[str, str]:
-        return {alias: held.name for held in self.params for alias in held.names[1:]}
+        """Further names of tied parameters, as the checkpoint has them."""
+        return {MODEL + alias: MODEL + held.name for held in self.params for alias in held.names[1:]}
 
 
 def contents_of(model: nn.Module, engine: Engine) -> Contents:
@@ -110,7 +95,8 @@ def contents_of(model: nn.Module, engine: Engine) -> Contents:
         if name not in known and (name.endswith(_EXTRA_STATE) or not isinstance(value, Tensor))
     }
     params = [
-        Held(unit=places[key][0], index=places[key][1], names=tuple(found)) for key, found in names.items()
+        HeldParam(unit=places[key][0], index=places[key][1], names=tuple(found))
+        for key, found in names.items()
     ]
     return Contents(params=params, buffers=buffers, module_state=module_state)
 
@@ -119,7 +105,7 @@ def state_name(param: str, entry: str) -> str:
     return f"{OPTIMIZER}state.{param}.{entry}"
 
 
-def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: int) -> Iterator[Part]:
+def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: int) -> Iterator[TensorPart]:
     """What this rank writes: every element of every tensor is written by one rank."""
     for held in contents.params:
         yield held.part(MODEL + held.name, held.shard, once=True)
@@ -134,7 +120,7 @@ def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: 
             yield from _state_parts(held, state)
 
 
-def _state_parts(held: Held, state: dict[str, Any]) -> Iterator[Part]:
+def _state_parts(held: HeldParam, state: dict[str, Any]) -> Iterator[TensorPart]:
     own = held.span(once=True)
     if not own:
         return  # also where an optimizer made state for nothing
@@ -156,9 +142,9 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
 
 
-def _whole(name: str, value: Tensor) -> Part:
+def _whole(name: str, value: Tensor) -> TensorPart:
     flat = value.detach().reshape(-1)
-    return Part(name=name, shape=tuple(value.shape), span=range(flat.numel()), values=flat, whole=True)
+    return TensorPart(name=name, shape=tuple(value.shape), span=range(flat.numel()), values=flat, whole=True)
 
 
 def groups_by_name(optimizer: Optimizer, contents: Contents) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Files that nobody should trust, opened and parsed so that they can do no harm.
+"""Files that nobody should trust, opened and parsed so that they can do no harm; and files that stay.
 
 Whatever stands in a checkpoint's folder was put there by somebody. A FIFO would be waited for, a sparse file
 may be larger than any memory, JSON may be nested deeper than Python's stack: each is an error with its name.
@@ -83,3 +83,23 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _short(error: Exception) -> str:
     return f"{error}"[:300]
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a file so that it is either whole or not there, and still is after a power cut."""
+    partial = file.with_name(file.name + ".tmp")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -18,8 +18,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from mics.checkpoint.files import read_file
-from mics.checkpoint.index import INDEX_NAME, sync_folder, write_durably
+from mics.checkpoint.files import read_file, sync_folder, write_durably
+from mics.checkpoint.index import INDEX_NAME
 from mics.errors import CheckpointError, SettingsError
 
 LATEST: Final = "latest"
@@ -35,7 +35,8 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def _previous_of(folder: Path) -> Path:
+def previous_of(folder: Path) -> Path:
+    """Where the one of that name waits while it is replaced."""
     return folder.with_name(f".{folder.name}.previous")
 
 
@@ -53,6 +54,14 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
+def check_new(folder: Path) -> None:
+    """Raise if anything stands at ``folder``."""
+    if folder.exists():
+        raise SettingsError(
+            f"{folder}: expected a folder that is not there yet, found one; give another name"
+        )
+
+
 def begin(folder: Path) -> Path:
     """An empty folder to write ``folder`` in."""
     partial = partial_of(folder)
@@ -64,7 +73,7 @@ def begin(folder: Path) -> Path:
 
 def publish(folder: Path) -> None:
     """Give a folder that is whole its name. One of that name is replaced: one is there at every moment."""
-    partial, previous = partial_of(folder), _previous_of(folder)
+    partial, previous = partial_of(folder), previous_of(folder)
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)
@@ -131,7 +140,7 @@ def latest_in(root: Path) -> Path | None:
     """The folder that ``latest`` names; where it names none that is whole, the last that was saved."""
     named = _pointed(root)
     if named:
-        for folder in (root / named, _previous_of(root / named)):
+        for folder in (root / named, previous_of(root / named)):
             if (folder / INDEX_NAME).is_file():
                 return folder
     steps = steps_in(root)
@@ -145,22 +154,3 @@ def _pointed(root: Path) -> str:
     except CheckpointError:
         return ""
     return name if _STEP.fullmatch(name) else ""
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the latest of the steps in it."""
-    for folder in (path, _previous_of(path)):
-        if any((folder / name).exists() for name in (INDEX_NAME, ".metadata")):
-            return folder
-        if any(folder.glob("*.safetensors")):
-            return folder
-    latest = latest_in(path)
-    if latest is not None:
-        return latest
-    what = "an empty folder" if path.is_dir() else "no such folder"
-    if path.is_dir() and any(path.iterdir()):
-        what = f"a folder with {', '.join(sorted(each.name for each in path.iterdir())[:5])}"
-    raise CheckpointError(
-        f"{path}: expected a checkpoint ({INDEX_NAME}), a folder of them with {LATEST!r}, one of "
-        f"torch.distributed.checkpoint (.metadata) or *.safetensors, found {what}"
-    )

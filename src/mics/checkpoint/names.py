@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from mics.checkpoint.index import Index
+from mics.checkpoint.records import Index
 
 _STATE: Final = re.compile(r"(?:^|(?<=\.))state\.")
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mics.checkpoint.contents import Contents, Held
-from mics.checkpoint.index import StoredTensor
+from mics.checkpoint.contents import Contents, HeldParam
 from mics.checkpoint.names import state_entries
+from mics.checkpoint.records import StoredTensor
 from mics.checkpoint.wanted import Wanted, converts
-from mics.contiguous import Contiguous
 from mics.guard import ShardParameter, ShardTensor
+from mics.sharding.contiguous import Contiguous
 
 _Entries = dict[int, dict[str, Tensor]]  # by id of the shard: the entries of its state
 # How an optimizer computes, not what: the one that is there knows what fits its device.
@@ -197,7 +197,9 @@ def _want_state(wanted: Wanted, contents: Contents, optimizer: Optimizer, *, str
     entries = state_entries(wanted.index, [name for held in contents.params for name in held.names])
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     filled: _Entries = {}
-    sharded: dict[tuple[str, torch.dtype], list[tuple[Held, str, StoredTensor]]] = {}  # what has no memory
+    sharded: dict[
+        tuple[str, torch.dtype], list[tuple[HeldParam, str, StoredTensor]]
+    ] = {}  # what has no memory
     for held in contents.params:
         own = next((entries[name] for name in held.names if name in entries), {})
         if id(held.shard) not in trained or held.shard.numel() == 0:
@@ -232,7 +234,7 @@ def _want_state(wanted: Wanted, contents: Contents, optimizer: Optimizer, *, str
     return filled
 
 
-def _fits(value: Any, held: Held, stored: StoredTensor) -> TypeGuard[Tensor]:
+def _fits(value: Any, held: HeldParam, stored: StoredTensor) -> TypeGuard[Tensor]:
     """Whether an optimizer that has stepped before has the very memory that is needed."""
     return (
         isinstance(value, Tensor)

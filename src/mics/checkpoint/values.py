@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mics.checkpoint.index import DTYPES, dtype_name, dtype_of, sizes_of
+from mics.checkpoint.records import DTYPES, dtype_name, dtype_of, sizes_of
 from mics.errors import CheckpointError, SettingsError
 from mics.guard import ShardTensor
 

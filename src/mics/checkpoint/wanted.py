@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mics.checkpoint.contents import Part
-from mics.checkpoint.index import Index, StoredTensor
+from mics.checkpoint.records import Index, StoredTensor, TensorPart
 from mics.errors import CheckpointError
 
 
@@ -18,7 +17,7 @@ class Wanted:
     """What this rank wants of a checkpoint, and what it does not find there."""
 
     index: Index
-    parts: list[tuple[Part, str]] = field(
+    parts: list[tuple[TensorPart, str]] = field(
         default_factory=list
     )  # with the name that the checkpoint has for it
     problems: list[str] = field(default_factory=list)
@@ -37,9 +36,11 @@ class Wanted:
             place = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             self.strided.append((tensor, place))
         span, shape = range(tensor.numel()), tuple(tensor.shape)
-        self.add(Part(name=name, shape=shape, span=span, values=place.view(-1), whole=True), name, stored)
+        self.add(
+            TensorPart(name=name, shape=shape, span=span, values=place.view(-1), whole=True), name, stored
+        )
 
-    def add(self, part: Part, name: str, stored: StoredTensor) -> None:
+    def add(self, part: TensorPart, name: str, stored: StoredTensor) -> None:
         if stored.shape != part.shape:
             self.problems.append(f"{part.name}: expected shape {part.shape}, found {stored.shape}")
         elif not converts(stored.dtype, part.values.dtype):

@@ -1,11 +1,11 @@
 """Lanes: where collectives run beside the computation.
 
-A lane takes jobs and does them one after the other. On a GPU it is a stream, and a ticket is an event: the
+A lane takes actions and does them one after the other. On a GPU it is a stream, and a ticket is an event: the
 host never waits. On a CPU it is a thread. Either way the same code moves the same data in the same order, and
 whoever needs a result waits for its ticket and for nothing else.
 
-Every rank gives each lane the same jobs in the same order, and a lane has process groups of its own, so lanes
-may run ahead of each other without mixing up collectives.
+Every rank gives each lane the same actions in the same order, and a lane has process groups of its own,
+so lanes may run ahead of each other without mixing up collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from mics.comm.protocol import Collectives, Job, Pairs
+from mics.comm.codec import PLAIN, Codec
+from mics.comm.protocol import Action, Collectives, Pairs
 
 
 def _nothing() -> None:
@@ -29,23 +30,23 @@ def _nothing() -> None:
 
 
 class Ticket(Protocol):
-    """Stands for a job that a lane has taken."""
+    """Stands for an action that a lane has taken."""
 
     def wait(self) -> None:
-        """What follows on the caller's stream (GPU) or in its thread (CPU) comes after the job."""
+        """What follows on the caller's stream (GPU) or in its thread (CPU) comes after the action."""
         ...
 
 
 class Lane(Protocol):
-    """Does jobs in the order in which they are given."""
+    """Does actions in the order in which they are given."""
 
-    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
-        """Do ``job`` after these tickets, and after what the caller has issued so far."""
+    def submit(self, action: Action, after: Sequence[Ticket] = ()) -> Ticket:
+        """Do ``action`` after these tickets, and after what the caller has issued so far."""
         ...
 
 
 class _Done:
-    """The ticket of a job that is over, as far as its caller can tell."""
+    """The ticket of an action that is over, as far as its caller can tell."""
 
     def wait(self) -> None:
         pass
@@ -55,12 +56,12 @@ DONE: Ticket = _Done()
 
 
 class InlineLane:
-    """No lane at all: every job is done at once, where it is issued."""
+    """No lane at all: every action is done at once, where it is issued."""
 
-    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
+    def submit(self, action: Action, after: Sequence[Ticket] = ()) -> Ticket:
         for ticket in after:
             ticket.wait()
-        job()
+        action()
         return DONE
 
 
@@ -76,13 +77,13 @@ class StreamLane:
         # First served among kernels that are ready: a transfer that starts late ends late.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
+    def submit(self, action: Action, after: Sequence[Ticket] = ()) -> Ticket:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for ticket in after:
                 ticket.wait()
-            job()
+            action()
             return _EventTicket(stream.record_event(), self._device)
 
 
@@ -96,19 +97,19 @@ class _EventTicket:
 
 
 class ThreadLane:
-    """A thread. What a job raises is raised again by whoever waits for it, or for any later job."""
+    """A thread. What an action raises is raised again by whoever waits for it, or for any later action."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
+        self._actions: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
         # A daemon: a process whose peers are gone must be able to exit while a collective still waits.
-        thread = Thread(target=_work, args=(self._jobs,), name=f"mics-{name}", daemon=True)
+        thread = Thread(target=_work, args=(self._actions,), name=f"mics-{name}", daemon=True)
         thread.start()
-        finalize(self, self._jobs.put, None).atexit = False
-        _threads[thread] = self._jobs
+        finalize(self, self._actions.put, None).atexit = False
+        _threads[thread] = self._actions
 
-    def submit(self, job: Job, after: Sequence[Ticket] = ()) -> Ticket:
-        ticket = _ThreadTicket(job, after)
-        self._jobs.put(ticket)
+    def submit(self, action: Action, after: Sequence[Ticket] = ()) -> Ticket:
+        ticket = _ThreadTicket(action, after)
+        self._actions.put(ticket)
         return ticket
 
 
@@ -123,32 +124,32 @@ def _end_threads() -> None:
     not waited for.
     """
     running = list(_threads.items())
-    for _, jobs in running:
-        jobs.put(None)
+    for _, actions in running:
+        actions.put(None)
     deadline = time.monotonic() + _END_TIMEOUT_S
     for thread, _ in running:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _ThreadTicket:
-    def __init__(self, job: Job, after: Sequence[Ticket]) -> None:
-        self._job: Job | None = job
+    def __init__(self, action: Action, after: Sequence[Ticket]) -> None:
+        self._action: Action | None = action
         self._after = after
         self._over = Event()
         self._error: BaseException | None = None
 
     def run(self, broken: BaseException | None) -> BaseException | None:
-        """Do the job, unless one before it failed: its collective would wait for ranks that never come."""
+        """Do the action, unless one before it failed: its collective would wait for ranks that never come."""
         try:
             if broken is None:
                 for ticket in self._after:
                     ticket.wait()
-                assert self._job is not None
-                self._job()
+                assert self._action is not None
+                self._action()
             self._error = broken
         except BaseException as error:
             self._error = error
-        self._job, self._after = None, ()  # let go of the tensors
+        self._action, self._after = None, ()  # let go of the tensors
         self._over.set()
         return self._error
 
@@ -158,10 +159,10 @@ class _ThreadTicket:
             raise self._error
 
 
-def _work(jobs: SimpleQueue[_ThreadTicket | None]) -> None:
+def _work(actions: SimpleQueue[_ThreadTicket | None]) -> None:
     broken: BaseException | None = None
     with torch.no_grad():
-        while (ticket := jobs.get()) is not None:
+        while (ticket := actions.get()) is not None:
             broken = ticket.run(broken)
 
 
@@ -190,7 +191,7 @@ class Lanes:
 
 
 class LanedCollectives:
-    """A group's collectives as chains of jobs, a lane for each stage: stages of two units overlap."""
+    """A group's collectives as chains of actions, a lane for each stage: stages of two units overlap."""
 
     def __init__(self, collectives: Collectives, lanes: Lanes, name: str) -> None:
         self._collectives = collectives
@@ -204,19 +205,19 @@ class LanedCollectives:
         shard: Tensor,
         label: str,
         after: Sequence[Ticket] = (),
-        then: Job | None = None,
+        then: Action | None = None,
     ) -> Ticket:
         """``out[c] = shard of member c``, and ``then`` what is to be done with it."""
         return self._chain(self._collectives.gather_stages([(out, shard)], label), after, then)
 
     def gather_together(
-        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), prepare: Job | None = None
+        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), prepare: Action | None = None
     ) -> Ticket:
         """``all_gather`` of all pairs (out, shard) as one collective; ``prepare`` fills the shards before."""
         stages = list(self._collectives.gather_stages(pairs, label))
         if prepare is not None:
-            stage, job = stages[0]
-            stages[0] = (stage, _both(prepare, job))
+            stage, action = stages[0]
+            stages[0] = (stage, _both(prepare, action))
         return self._chain(stages, after)
 
     def reduce_scatter(
@@ -225,43 +226,44 @@ class LanedCollectives:
         buffer: Tensor,
         label: str,
         *,
-        prepare: tuple[Job, Sequence[Ticket]] = (_nothing, ()),
+        prepare: tuple[Action, Sequence[Ticket]] = (_nothing, ()),
         after: Sequence[Ticket] = (),
-        then: Job | None = None,
+        then: Action | None = None,
+        codec: Codec = PLAIN,
     ) -> tuple[Ticket, Ticket]:
         """``out = sum over members of their buffer[position]``, and ``then`` what is to be done with it.
 
         ``prepare`` fills the buffer, where the reduction begins and after tickets of its own. Returns the
         tickets of that and of the whole.
         """
-        stages = self._collectives.reduce_stages([(out, buffer)], label)
-        job, before = prepare
-        prepared = self._lane(stages[0][0]).submit(job, before)
+        stages = self._collectives.reduce_stages([(out, buffer)], label, codec)
+        action, before = prepare
+        prepared = self._lane(stages[0][0]).submit(action, before)
         return prepared, self._chain(stages, (prepared, *after), then)
 
     def reduce_together(
-        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), wire: torch.dtype | None = None
+        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), codec: Codec = PLAIN
     ) -> Ticket:
-        """``reduce_scatter`` of all pairs (out, buffer) as one collective, in ``wire`` on the way."""
-        return self._chain(self._collectives.reduce_stages(pairs, label, wire), after)
+        """``reduce_scatter`` of all pairs (out, buffer) as one collective, encoded on the way."""
+        return self._chain(self._collectives.reduce_stages(pairs, label, codec), after)
 
     def all_reduce_together(
         self,
         tensors: Sequence[Tensor],
         label: str,
         after: Sequence[Ticket] = (),
-        wire: torch.dtype | None = None,
+        codec: Codec = PLAIN,
     ) -> Ticket:
         """Sum over members, in place, for each tensor."""
-        return self._chain(self._collectives.all_reduce_stages(tensors, label, wire), after)
+        return self._chain(self._collectives.all_reduce_stages(tensors, label, codec), after)
 
     def _chain(
-        self, stages: Sequence[tuple[str, Job]], after: Sequence[Ticket], then: Job | None = None
+        self, stages: Sequence[tuple[str, Action]], after: Sequence[Ticket], then: Action | None = None
     ) -> Ticket:
         ticket: Ticket = DONE
-        for number, (stage, job) in enumerate(stages):
+        for number, (stage, action) in enumerate(stages):
             last = number == len(stages) - 1
-            whole = _both(job, then) if last and then is not None else job
+            whole = _both(action, then) if last and then is not None else action
             ticket = self._lane(stage).submit(whole, after)
             after = (ticket,)
         return ticket
@@ -271,7 +273,7 @@ class LanedCollectives:
         return INLINE if self.size == 1 else self._lanes.lane(f"{self._name} {stage}".strip())
 
 
-def _both(first: Job, second: Job) -> Job:
+def _both(first: Action, second: Action) -> Action:
     def both() -> None:
         first()
         second()

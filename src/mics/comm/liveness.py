@@ -228,6 +228,8 @@ class Liveness:
         nexts = {_next(journal.ranks, self._rank) for journal in self._journals.values()}
         found = differences(self._accounts([self._rank, *nexts])[0])
         if conflicts(found) or (self._on_gpu and found and seconds > self._patience):
+            self._set("asked", "yes")
+            self._stop.wait(1.5 * _BEAT_SECONDS)  # for the accounts of all ranks
             self._judge(range(self._world_size))
 
     def _leave(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-Job = Callable[[], None]
+from mics.comm.codec import PLAIN, Codec
+
+Action = Callable[[], None]
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Where results go and where they come from, for several tensors that travel as one collective."""
 
@@ -48,24 +49,22 @@ class Collectives(Protocol):
         """Everybody's ``tensor`` becomes that of the member at position 0."""
         ...
 
-    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Job]]:
+    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
         """``all_gather`` of all pairs (out, shard) as one, in its parts.
 
         Each part comes with the name of the link it uses; they are to be done in this order.
         """
         ...
 
-    def reduce_stages(
-        self, pairs: Pairs, label: str, wire: torch.dtype | None = None
-    ) -> Sequence[tuple[str, Job]]:
+    def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
         """``reduce_scatter`` of all pairs (out, buffer) likewise.
 
-        ``wire`` is the format on the way if it is not that of the buffers; sums are made in theirs.
+        ``codec`` says how they are on the wire; sums are made of decoded values.
         """
         ...
 
     def all_reduce_stages(
-        self, tensors: Sequence[Tensor], label: str, wire: torch.dtype | None = None
-    ) -> Sequence[tuple[str, Job]]:
-        """``all_reduce`` of each tensor; a narrower ``wire`` rounds the sums, on every member alike."""
+        self, tensors: Sequence[Tensor], label: str, codec: Codec = PLAIN
+    ) -> Sequence[tuple[str, Action]]:
+        """``all_reduce`` of each tensor; a ``codec`` that rounds, rounds the sums on every member alike."""
         ...

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from mics.comm.codec import PLAIN, Codec
 from mics.comm.group import GroupCollectives
-from mics.comm.protocol import Job, Pairs
+from mics.comm.protocol import Action, Pairs
 from mics.comm.traffic import TrafficCounter
 
 
@@ -42,16 +42,16 @@ class TwoStageCollectives:
         return self._intra.staging_nbytes + self._inter.staging_nbytes
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
-        for _, job in self.gather_stages([(out, shard)], label):
-            job()
+        for _, action in self.gather_stages([(out, shard)], label):
+            action()
 
     def reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
-        for _, job in self.reduce_stages([(out, buffer)], label):
-            job()
+        for _, action in self.reduce_stages([(out, buffer)], label):
+            action()
 
-    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Job]]:
+    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
         self._counter.add(
-            "partition", "all_gather", sum((self.size - 1) * _nbytes(shard) for _, shard in pairs)
+            "partition", "all_gather", sum((self.size - 1) * shard.nbytes for _, shard in pairs)
         )
         blocks = [self._block(out) for out, _ in pairs]
         inter = [(block, shard) for block, (_, shard) in zip(blocks, pairs, strict=True)]
@@ -61,26 +61,24 @@ class TwoStageCollectives:
             ("intra", partial(self._intra.gather_together, intra, label)),
         )
 
-    def reduce_stages(
-        self, pairs: Pairs, label: str, wire: torch.dtype | None = None
-    ) -> Sequence[tuple[str, Job]]:
+    def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
         self._counter.add(
-            "partition", "reduce_scatter", sum((self.size - 1) * _nbytes(out) for out, _ in pairs)
+            "partition", "reduce_scatter", sum((self.size - 1) * _wire_nbytes(out, codec) for out, _ in pairs)
         )
         blocks = [self._block(buffer) for _, buffer in pairs]
         intra = [(block, buffer) for block, (_, buffer) in zip(blocks, pairs, strict=True)]
         inter = [(out, block) for block, (out, _) in zip(blocks, pairs, strict=True)]
         return (
-            ("intra", partial(self._intra.reduce_together, intra, label, wire)),
-            ("inter", partial(self._inter.reduce_together, inter, label, wire)),
+            ("intra", partial(self._intra.reduce_together, intra, label, codec)),
+            ("inter", partial(self._inter.reduce_together, inter, label, codec)),
         )
 
     def all_reduce_stages(
-        self, tensors: Sequence[Tensor], label: str, wire: torch.dtype | None = None
-    ) -> Sequence[tuple[str, Job]]:
+        self, tensors: Sequence[Tensor], label: str, codec: Codec = PLAIN
+    ) -> Sequence[tuple[str, Action]]:
         return (
-            ("intra", partial(self._intra.all_reduce_together, tensors, label, wire)),
-            ("inter", partial(self._inter.all_reduce_together, tensors, label, wire)),
+            ("intra", partial(self._intra.all_reduce_together, tensors, label, codec)),
+            ("inter", partial(self._inter.all_reduce_together, tensors, label, codec)),
         )
 
     def _block(self, whole: Tensor) -> Tensor:
@@ -88,7 +86,7 @@ class TwoStageCollectives:
         return whole.view(self._intra.size, -1)[self._intra.position]
 
     def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
-        self._counter.add("partition", "all_reduce", 2 * (self.size - 1) * _nbytes(tensor) // self.size)
+        self._counter.add("partition", "all_reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
         self._intra.all_reduce(tensor, label, maximum=maximum)
         self._inter.all_reduce(tensor, label, maximum=maximum)
 
@@ -97,5 +95,5 @@ class TwoStageCollectives:
         self._intra.broadcast(tensor, label)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _wire_nbytes(values: Tensor, codec: Codec) -> int:
+    return values.numel() * codec.wire_dtype(values.dtype).itemsize

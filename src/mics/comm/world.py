@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from mics.comm.emulated import emulated_cluster
 from mics.comm.group import GroupCollectives
 from mics.comm.host_group import HostGroup
 from mics.comm.journal import in_call
@@ -26,8 +25,9 @@ from mics.comm.messages import meet, tag_of
 from mics.comm.protocol import Collectives
 from mics.comm.traffic import TrafficCounter
 from mics.comm.two_stage import TwoStageCollectives
+from mics.cost.clusters import Cluster
 from mics.errors import CollectiveError, MicsError, SettingsError
-from mics.topology import Topology
+from mics.layout.topology import Topology
 
 
 @dataclass
@@ -42,11 +42,16 @@ class World:
     _lanes: dict[tuple[torch.device, bool], Lanes] = field(default_factory=dict)
     _host: HostGroup | None = None
 
+    @property
+    def imagined(self) -> Cluster | None:
+        """The cluster that this process plays alone, if its process group says so; None: ranks are real."""
+        return getattr(self.default_group, "imagined_cluster", None)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank."""
         if self.default_group is None:
             return [value]
-        if emulated_cluster() is not None:
+        if self.imagined is not None:
             return [value] * self.size  # imagined ranks say what this one says
         values: list[Any] = [None] * self.size
         with self.naming("all-gather", in_call("objects")):
@@ -81,7 +86,7 @@ class World:
 
     def node_names(self) -> list[str]:
         """For every rank what tells its node from others: the launcher's node rank, else the host's name."""
-        cluster = emulated_cluster()
+        cluster = self.imagined
         if cluster is not None:
             return [str(cluster.node_of(rank)) for rank in range(self.size)]
         return self.gather_objects(os.environ.get("GROUP_RANK") or socket.gethostname())
@@ -102,7 +107,7 @@ class World:
 
     def start_liveness(self, device: torch.device) -> None:
         """Start this rank's heartbeat, once."""
-        alone = self.default_group is None or self.size == 1 or emulated_cluster() is not None
+        alone = self.default_group is None or self.size == 1 or self.imagined is not None
         if alone or self.liveness is not None:
             return
         store = _get_default_store()
@@ -164,50 +169,24 @@ class World:
         With ``share_links`` gathers and reductions inside the partition group take turns on one lane; with
         ``exchange_replicas`` each replica sends to each, in place of a ring.
         """
-
-        def over(
-            axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "", *, exchange: bool = False
-        ) -> GroupCollectives:
-            purpose = purpose if overlap else ""
-            return GroupCollectives(
-                self.group(groups, purpose),
-                axis=axis,
-                counter=counter,
-                liveness=self.liveness,
-                purpose=purpose,
-                exchange=exchange,
-            )
-
-        stages = [topology.stages(rank) for rank in range(self.size)]
-        # Every rank makes every group, in one order, also those it is not a member of.
-        flat_groups = [
-            g for g, staged in zip(topology.partition_groups, topology.two_stage, strict=True) if not staged
-        ]
-        intra_groups = sorted({s.intra for s in stages if s is not None})
-        inter_groups = sorted({s.inter for s in stages if s is not None})
-
-        def partition(purpose: str) -> Collectives:
-            flat = over("partition", flat_groups, purpose)
-            intra = over("intra", intra_groups, f"{purpose} intra")
-            inter = over("inter", inter_groups, f"{purpose} inter")
-            staged = stages[self.rank] is not None
-            found = TwoStageCollectives(intra=intra, inter=inter, counter=counter) if staged else flat
-            assert found.position == topology.chunk(self.rank), "torch ordered a group differently"
-            return found
-
+        maker = _Maker(world=self, topology=topology, counter=counter, overlap=overlap)
         gathers, reductions = ("partition",) * 2 if share_links else ("gather", "reduce")
-        gather, reduce = partition(gathers), partition(reductions)
-        replication = over(
+        gather, reduce = maker.partition(gathers), maker.partition(reductions)
+        replication = maker.over(
             "replication", topology.replication_groups(), "replicas", exchange=exchange_replicas
         )
         assert replication.position == topology.piece(self.rank), "torch ordered a group differently"
-        # Models share process groups, so they share lanes: one order of jobs for each group.
+        # Models share process groups, so they share lanes: one order of actions for each group.
         lanes = self._lanes.setdefault((device, overlap), Lanes(device, overlap=overlap))
-        world = over("world", [tuple(range(self.size))])
+        world = maker.over("world", [tuple(range(self.size))])
         return MeshCollectives(
-            gather=LanedCollectives(gather, lanes, gathers),
-            reduce=LanedCollectives(reduce, lanes, reductions),
-            replication=LanedCollectives(replication, lanes, "replicas"),
+            groups=UnitGroups(
+                topology=topology,
+                gather=LanedCollectives(gather, lanes, gathers),
+                reduce=LanedCollectives(reduce, lanes, reductions),
+                replication=LanedCollectives(replication, lanes, "replicas"),
+                divisor=self.size,
+            ),
             world=world,
             liveness=self.liveness,
             lanes=lanes,
@@ -235,15 +214,68 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshCollectives:
-    """The collectives of one sharded model on this rank."""
+class _Maker:
+    """Makes the collectives of one model. Every rank makes every group, in one order, also others' groups."""
 
+    world: World
+    topology: Topology
+    counter: TrafficCounter
+    overlap: bool
+
+    def over(
+        self, axis: str, groups: Sequence[tuple[int, ...]], purpose: str = "", *, exchange: bool = False
+    ) -> GroupCollectives:
+        """Over this rank's group among ``groups``."""
+        purpose = purpose if self.overlap else ""
+        return GroupCollectives(
+            self.world.group(groups, purpose),
+            axis=axis,
+            counter=self.counter,
+            liveness=self.world.liveness,
+            purpose=purpose,
+            exchange=exchange,
+        )
+
+    def partition(self, purpose: str) -> Collectives:
+        """Over this rank's partition group, in two stages where the topology says so."""
+        topology, rank = self.topology, self.world.rank
+        stages = [topology.stages(each) for each in range(self.world.size)]
+        flat_groups = [
+            g for g, staged in zip(topology.partition_groups, topology.two_stage, strict=True) if not staged
+        ]
+        intra_groups = sorted({s.intra for s in stages if s is not None})
+        inter_groups = sorted({s.inter for s in stages if s is not None})
+        flat = self.over("partition", flat_groups, purpose)
+        intra = self.over("intra", intra_groups, f"{purpose} intra")
+        inter = self.over("inter", inter_groups, f"{purpose} inter")
+        found: Collectives = flat
+        if stages[rank] is not None:
+            found = TwoStageCollectives(intra=intra, inter=inter, counter=self.counter)
+        assert found.position == topology.chunk(rank), "torch ordered a group differently"
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitGroups:
+    """The groups of ranks that a unit lives in. All units of a model share one of these today."""
+
+    topology: Topology
     gather: LanedCollectives
     """Parameters, inside the partition group."""
     reduce: LanedCollectives
     """Hop 1: gradients, inside the partition group."""
     replication: LanedCollectives
     """Hop 2 and the new parameters, across the replication group."""
+    divisor: int
+    """Ranks whose gradients are averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshCollectives:
+    """The collectives of one sharded model on this rank."""
+
+    groups: UnitGroups
+    """What its units are gathered and reduced over."""
     world: Collectives
     """Everything else, where the caller stands."""
     liveness: Liveness | None

@@ -1,11 +1,11 @@
 """The guard: what user code sees of a sharded model is right, or it raises."""
 
+from mics.guard.initialisers import guard_initialisers
 from mics.guard.layout import Layout, Part, ShardOwner
 from mics.guard.tensors import (
     ShardGrad,
     ShardParameter,
     ShardTensor,
-    guard_initialisers,
     norms,
     pieces_in,
     plainly,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from mics.comm.protocol import Collectives
@@ -102,6 +103,18 @@ class ShardOwner:
     """What a guarded piece asks its model for. One for each sharded model."""
 
     world: Collectives
+    device: torch.device  # where the world's collectives run
     synchronize: Callable[[], None] = _nothing  # run hop 2 if it has not run
     agree_found_inf: Callable[[Tensor], None] = lambda found_inf: None  # maximum over the world, in place
     take_gradient: Callable[[str, Tensor], None] = _no_gradient  # of a parameter's piece, by name
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
+        """Sum (or maximum) over the world, in place. ``p.cpu()`` is a piece too."""
+        here = tensor.to(self.device)
+        self.world.all_reduce(here, label, maximum=maximum)
+        if here is not tensor:
+            tensor.copy_(here)

@@ -99,7 +99,7 @@ class ShardTensor(Tensor):
                     whole[part.start : part.stop] = piece
                 if part.whole_numel:
                     # Bytes: a sum of one value and zeros, to the bit.
-                    owner.world.all_reduce(whole.view(torch.uint8), f"full_tensor of {part.name!r}")
+                    owner.all_reduce(whole.view(torch.uint8), f"full_tensor of {part.name!r}")
                 pieces.append(whole)
             return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(layout.whole_shape)
 
@@ -264,28 +264,6 @@ def show_plain(param: nn.Parameter) -> None:
 
 def show_guarded(param: nn.Parameter) -> None:
     param.__class__ = ShardParameter
-
-
-_CONSTANTS = {"zeros_", "ones_", "constant_"}  # initialisers that do not look at shapes
-
-
-def guard_initialisers() -> None:
-    """Have ``torch.nn.init`` refuse pieces: some of it skips empty ones, or divides by their rows."""
-    for name, initialise in list(vars(nn.init).items()):
-        is_public = name.endswith("_") and not name.startswith("_") and callable(initialise)
-        if is_public and name not in _CONSTANTS and not hasattr(initialise, "__wrapped__"):
-            setattr(nn.init, name, _of_whole(initialise))
-
-
-def _of_whole(initialise: Callable[P, R]) -> Callable[P, R]:
-    @wraps(initialise)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        piece = next(pieces_in((args, kwargs)), None)
-        if piece is not None and not piece.shard_layout.parts[0].alone:
-            raise refusal(initialise.__name__, piece.shard_layout, "it has another shape than the whole")
-        return initialise(*args, **kwargs)
-
-    return checked
 
 
 def norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -457,10 +435,10 @@ def _watch(
     if name in _READS_ONE and layout.whole_numel == 1:
         return func(pieces[0].full_tensor(), *args[1:], **kwargs)
     numbers = {} if _is_write(func, name, kwargs) else _single_numbers(args, kwargs)
-    if numbers:
-        return func(*_replaced(args, numbers), **_replaced(kwargs, numbers))
-    args, kwargs = _cut(args, pieces), _cut(kwargs, pieces)
     try:
+        if numbers:
+            return func(*_replaced(args, numbers), **_replaced(kwargs, numbers))
+        args, kwargs = _cut(args, pieces), _cut(kwargs, pieces)
         watch, result = _run(func, name, pieces, args, kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
         if isinstance(error, MicsError) or (_is_write(func, name, kwargs) and "grad" in str(error)):
@@ -515,7 +493,7 @@ def _run(
         entries = {id(p): _enter(p) for p in pieces if isinstance(p, ShardParameter) and _needs_grad(p)}
         if entries:
             args, kwargs = _replaced(args, entries), _replaced(kwargs, entries)
-    world: AllReduces = pieces[0]._owner().world
+    world: AllReduces = pieces[0]._owner()
     tiny = _tiny_pieces(args, kwargs)
     if tiny and not _is_write(func, name, kwargs):
         # Functions of torch may go other ways with one element or none, and so may the ranks: all go the way
@@ -558,21 +536,18 @@ def _tiny_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Sha
 
 def _padded(value: Any, tiny: dict[int, ShardTensor]) -> Any:
     """Arguments with two elements more in each of these pieces, and in tensors of their shape."""
-    with plainly():
-        shape = next(iter(tiny.values())).shape
-        if isinstance(value, Tensor):
-            if not value.dim() or (id(value) not in tiny and value.shape != shape):
-                return value
-            more = torch.cat([value, value.new_ones(2, *value.shape[1:])])
-    if isinstance(value, ShardTensor):
-        return ShardTensor.guard(more, value.shard_layout.padded(2), value.shard_owner)
-    if isinstance(value, Tensor):
+    shape = next(iter(tiny.values())).shape
+
+    def pad(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or (id(tensor) not in tiny and tensor.shape != shape):
+            return tensor
+        with plainly():
+            more = torch.cat([tensor, tensor.new_ones(2, *tensor.shape[1:])])
+        if isinstance(tensor, ShardTensor):
+            return ShardTensor.guard(more, tensor.shard_layout.padded(2), tensor.shard_owner)
         return more
-    if type(value) in (list, tuple):
-        return type(value)(_padded(item, tiny) for item in value)
-    if type(value) is dict:
-        return {key: _padded(item, tiny) for key, item in value.items()}
-    return value
+
+    return _mapped(value, pad)
 
 
 def _layout_of(tensor: Tensor) -> Layout | None:
@@ -619,7 +594,7 @@ def _unpadded(piece: ShardTensor) -> ShardTensor:
 def _answered(answer: Tensor, watch: Watch, piece: ShardTensor, name: str) -> Tensor:
     if not answer.requires_grad or not watch.num_answers:
         return answer
-    found: Tensor = Answered.apply(answer, piece._owner().world, watch.gradient_scale, name)  # type: ignore[no-untyped-call]
+    found: Tensor = Answered.apply(answer, piece._owner(), watch.gradient_scale, name)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -645,10 +620,15 @@ def _enter(param: ShardParameter) -> Tensor:
 
 
 def _replaced(value: Any, entries: dict[int, Tensor]) -> Any:
+    return _mapped(value, lambda tensor: entries.get(id(tensor), tensor))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments with ``change(tensor)`` in place of each tensor."""
     if isinstance(value, Tensor):
-        return entries.get(id(value), value)
+        return change(value)
     if type(value) in (list, tuple):
-        return type(value)(_replaced(item, entries) for item in value)
+        return type(value)(_mapped(item, change) for item in value)
     if type(value) is dict:
-        return {key: _replaced(item, entries) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     return value

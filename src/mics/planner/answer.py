@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from mics.errors import SettingsError
 from mics.planner.goodput import Faults, Goodput, goodput
-from mics.planner.search import Choice, Found, Wanted, largest_term, search, smallest_cluster
+from mics.planner.search import Choice, Found, Request, largest_term, search, smallest_cluster
 from mics.planner.systems import SYSTEMS, Prediction, predict_quickly
 
 _GIB: Final = 2**30
@@ -46,7 +46,7 @@ class Answer:
 
 
 def answer(
-    wanted: Wanted,
+    request: Request,
     *,
     faults: Faults | None = None,
     tokens: float | None = None,
@@ -54,30 +54,30 @@ def answer(
     curves: bool = True,
 ) -> Answer:
     """Search, compare and add up. Raises if nothing fits, with what would."""
-    found = search(wanted)
+    found = search(request)
     if not found.choices:
         raise SettingsError(_too_large(found))
     best = found.choices[0]
-    left = goodput(faults, wanted.cluster.num_nodes) if faults is not None else None
+    left = goodput(faults, request.cluster.num_nodes) if faults is not None else None
     money = None
     if tokens is not None:
         share = 1.0 if left is None else left.share
         hours = tokens / best.prediction.tokens_per_second / 3600 / share if share else None
-        dollars = None if price is None or hours is None else hours * wanted.cluster.num_nodes * price
+        dollars = None if price is None or hours is None else hours * request.cluster.num_nodes * price
         money = Money(tokens=tokens, hours=hours, dollars=dollars)
     return Answer(
         found=found,
         peers={name: predict_quickly(best.setting, name) for name in PEERS},
-        weak=_curves(wanted, best, strong=False) if curves else {},
-        strong=_curves(wanted, best, strong=True) if curves else {},
+        weak=_curves(request, best, strong=False) if curves else {},
+        strong=_curves(request, best, strong=True) if curves else {},
         goodput=left,
         money=money,
     )
 
 
-def _curves(wanted: Wanted, best: Choice, *, strong: bool) -> dict[str, list[tuple[int, float]]]:
+def _curves(request: Request, best: Choice, *, strong: bool) -> dict[str, list[tuple[int, float]]]:
     """From the smallest number of nodes that the best choice's groups fill."""
-    setting = replace(best.setting, model=wanted.model)  # finer units would only take longer to play through
+    setting = replace(best.setting, model=request.model)  # finer units would only take longer to play through
     per_node = setting.cluster.ranks_per_node
     first = max(1, -(-setting.partition_size // per_node))
     rows = setting.micro_batch * setting.accumulation
@@ -101,40 +101,40 @@ def _curves(wanted: Wanted, best: Choice, *, strong: bool) -> dict[str, list[tup
 
 
 def _too_large(found: Found) -> str:
-    wanted = found.wanted
+    request = found.request
     size, needed = min(found.too_large.items(), key=lambda item: item[1])
-    nodes = smallest_cluster(wanted)
-    term, nbytes = largest_term(wanted)
+    nodes = smallest_cluster(request)
+    term, nbytes = largest_term(request)
     would = (
-        f"{nodes} nodes of {wanted.cluster.name} would do"
+        f"{nodes} nodes of {request.cluster.name} would do"
         if nodes is not None
         else f"no number of such nodes would do, because {nbytes / _GIB:.3g} GiB of it are {term}: "
         + ("shorten --seq" if term in ("activations", "logits or workspace") else "make units finer")
     )
     return (
-        f"{wanted.model.name} does not fit on {wanted.cluster.num_nodes} x {wanted.cluster.name}: expected "
-        f"at most {wanted.limit / _GIB:.1f} GiB a GPU, found {needed / _GIB:.1f} GiB with partition size "
-        f"{size}, one row and everything offloaded; {would}"
+        f"{request.model.name} does not fit on {request.cluster.num_nodes} x {request.cluster.name}: "
+        f"expected at most {request.limit / _GIB:.1f} GiB a GPU, found {needed / _GIB:.1f} GiB with "
+        f"partition size {size}, one row and everything offloaded; {would}"
     )
 
 
 def as_dict(found: Answer) -> dict[str, Any]:
     """For JSON: plain numbers, bytes and seconds."""
-    wanted = found.found.wanted
+    request = found.found.request
     return {
         "model": {
-            "name": wanted.model.name,
-            "parameters": wanted.model.num_parameters,
-            "units": len(wanted.model.units),
-            "seq_len": wanted.model.seq_len,
+            "name": request.model.name,
+            "parameters": request.model.num_parameters,
+            "units": len(request.model.units),
+            "seq_len": request.model.seq_len,
         },
         "cluster": {
-            "name": wanted.cluster.name,
-            "nodes": wanted.cluster.num_nodes,
-            "gpus": wanted.cluster.world_size,
-            "memory_nbytes": wanted.limit,
+            "name": request.cluster.name,
+            "nodes": request.cluster.num_nodes,
+            "gpus": request.cluster.world_size,
+            "memory_nbytes": request.limit,
         },
-        "global_batch": wanted.global_batch,
+        "global_batch": request.global_batch,
         "choices": [_choice(choice) for choice in found.found.choices],
         "too_large": found.found.too_large,
         "systems": {

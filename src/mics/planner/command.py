@@ -13,14 +13,14 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from mics.clusters import PRESETS
+from mics.cost.clusters import PRESETS
+from mics.cost.modules import find_model
+from mics.cost.shapes import NAMES
 from mics.errors import SettingsError
 from mics.planner.answer import answer, as_dict
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
-from mics.planner.modules import find_model
-from mics.planner.search import Wanted
-from mics.planner.shapes import NAMES
+from mics.planner.search import Request
 from mics.planner.text import show
 
 _MODELS = f"{', '.join(NAMES)}; a Hugging Face config.json; or module:function that builds an nn.Module"
@@ -87,7 +87,7 @@ def plan(args: Sequence[str]) -> int:
     config = tyro.cli(PlanConfig, args=list(args), prog="mics plan")
     try:
         config.check()
-        wanted = Wanted(
+        request = Request(
             model=find_model(config.model, seq_len=config.seq),
             cluster=planned_cluster(config.cluster),
             global_batch=config.global_batch,
@@ -102,7 +102,7 @@ def plan(args: Sequence[str]) -> int:
                 restart=config.restart_seconds,
             )
         curves = config.json or config.html is not None
-        found = answer(wanted, faults=faults, tokens=config.tokens, price=config.price, curves=curves)
+        found = answer(request, faults=faults, tokens=config.tokens, price=config.price, curves=curves)
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 2

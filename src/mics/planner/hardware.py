@@ -6,9 +6,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Final
 
-from mics.clusters import PRESETS, find_cluster
+from mics.cost.clusters import PRESETS, Cluster, find_cluster
 from mics.errors import SettingsError
-from mics.topology import Cluster
 
 NETWORK_EFFICIENCY: Final = 0.85
 """Fitted: share of the data sheet's bandwidth that collectives over EFA get."""
@@ -32,7 +31,7 @@ def planned_cluster(description: str) -> Cluster:
         if not getattr(cluster, field):
             raise SettingsError(
                 f"--cluster {description!r}: expected {field}, found nothing; mics plan needs the speed and "
-                "the memory of a GPU (the top of mics/clusters.py shows a file with all fields)"
+                "the memory of a GPU (the top of mics/cost/clusters.py shows a file with all fields)"
             )
     return in_practice(cluster)
 

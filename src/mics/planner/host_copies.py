@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from mics.auto import horizon_for
-from mics.planner.setting import Setting
+from collections.abc import Sequence
+
+from mics.cost.auto import horizon_for
+from mics.cost.shapes import UnitShape
 from mics.planner.simulate import Program, Task
+from mics.planner.step_costs import StepCosts
 
 
 class HostCopies:
     """Issues the copies of one setting; none where nothing is offloaded or the host's speed is not known."""
 
-    def __init__(self, program: Program, setting: Setting) -> None:
+    def __init__(self, program: Program, units: Sequence[UnitShape], costs: StepCosts) -> None:
         self._program = program
-        self._units = setting.model.units
+        self._units = units
         blocks: list[list[int]] = []  # units of each; a block saves its input once
         for index, unit in enumerate(self._units):
             if unit.kind == "block" and (unit.input_numel or not blocks):
@@ -21,8 +24,8 @@ class HostCopies:
                 blocks[-1].append(index)
         self._first = {block[0]: number for number, block in enumerate(blocks)}
         self._last = {block[-1]: number for number, block in enumerate(blocks)}
-        self._seconds = [setting.host_seconds(self._units[block[0]]) for block in blocks]  # one way
-        computes = [sum(setting.backward_seconds(self._units[i]) for i in block) for block in blocks]
+        self._seconds = [costs.host_seconds(self._units[block[0]]) for block in blocks]  # one way
+        computes = [sum(costs.backward_seconds(self._units[i]) for i in block) for block in blocks]
         self._ahead = max(map(horizon_for, self._seconds, computes), default=1)
         self._away: dict[int, Task] = {}
         self._back: dict[int, Task] = {}

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from mics.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 from mics.planner.answer import Answer
 from mics.planner.text import advice, count, lanes_of, money, neighbours
+from mics.utils.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 
 _GIB: Final = 2**30
 _TERM_COLOURS: Final = (BLUE, "#6d9bd1", "#8a5a9e", "#b78fc9", GREEN, "#8cc7b0", ORANGE, "#b5892f")
@@ -42,17 +42,17 @@ svg {{ max-width: 100%; height: auto; }}
 
 def page(found: Answer) -> str:
     """The whole page."""
-    wanted, best = found.found.wanted, found.best
+    request, best = found.found.request, found.best
     prediction = best.prediction
     title = (
-        f"{wanted.model.name} on {wanted.cluster.num_nodes} x {wanted.cluster.name}, "
-        f"{wanted.global_batch} rows a step"
+        f"{request.model.name} on {request.cluster.num_nodes} x {request.cluster.name}, "
+        f"{request.global_batch} rows a step"
     )
     spent = f"<p>{html.escape(money(found.money))}.</p>" if found.money is not None else ""
     body = "\n".join(
         [
             f"<p><code>{html.escape(advice(best))}</code></p>",
-            f"<p>{count(wanted.model.num_parameters)} parameters, {wanted.cluster.world_size} GPUs: "
+            f"<p>{count(request.model.num_parameters)} parameters, {request.cluster.world_size} GPUs: "
             f"{prediction.step_seconds:.3g} s a step, {prediction.tokens_per_second:,.0f} tokens/s, "
             f"{prediction.tflops:.0f} TFLOP/s a GPU ({prediction.hardware_tflops:.0f} with recomputation), "
             f"limited by {best.limited_by}.</p>",
@@ -90,7 +90,7 @@ def _memory(axes: Axes, found: Answer) -> None:
     for (name, nbytes), colour in zip(terms.items(), _TERM_COLOURS, strict=True):
         axes.barh(0, nbytes / _GIB, left=left, color=colour, label=f"{name} {nbytes / _GIB:.1f}")
         left += nbytes / _GIB
-    limit = found.found.wanted.limit / _GIB
+    limit = found.found.request.limit / _GIB
     axes.axvline(limit, color=INK, linestyle="--")
     axes.annotate(f" {limit:.0f} GiB usable", (limit, 0.42), va="top")
     axes.set_xlim(0, 1.2 * max(limit, left))

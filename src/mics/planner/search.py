@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
+from mics.cost.clusters import Cluster
+from mics.cost.memory import USABLE, Keeping, Terms
+from mics.cost.setting import Setting, partition_sizes
+from mics.cost.shapes import ModelShape
 from mics.errors import SettingsError
-from mics.planner.memory import USABLE, Activations, Terms
-from mics.planner.setting import Setting
-from mics.planner.shapes import ModelShape
 from mics.planner.systems import Prediction, predict, predict_quickly
-from mics.topology import Cluster
 
 _POLICIES: Final = (
-    Activations(checkpoint=False),
-    Activations(checkpoint=True),
-    Activations(checkpoint=True, offload=True),
+    Keeping(checkpoint=False),
+    Keeping(checkpoint=True),
+    Keeping(checkpoint=True, offload=True),
 )
 _SPLITS: Final = (1, 3)
 """Units of a block: one, or its attention and both matrices of its MLP."""
@@ -29,7 +29,7 @@ _MAX_MICRO_BATCH: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Request:
     """What is to be trained on what."""
 
     model: ModelShape
@@ -80,30 +80,23 @@ class Choice:
 class Found:
     """What the search came to. ``choices``: the best first, one for each partition size."""
 
-    wanted: Wanted
+    request: Request
     choices: tuple[Choice, ...]
     too_large: dict[int, float]
     """Partition sizes that do not fit, with the bytes that their smallest setting needs."""
 
 
-def partition_sizes(cluster: Cluster) -> list[int]:
-    """Divisors of a node, and whole nodes that divide the cluster."""
-    k, nodes = cluster.ranks_per_node, cluster.num_nodes
-    inside = [size for size in range(1, k + 1) if k % size == 0]
-    return inside + [k * count for count in range(2, nodes + 1) if nodes % count == 0]
-
-
-def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
+def candidates(request: Request, partition_size: int) -> Iterator[Setting]:
     """For each policy for activations the largest micro-batches that fit.
 
     What costs more (computing again, finer units, fewer ahead) only where it makes room for more rows.
     """
-    rows = wanted.global_batch // wanted.cluster.world_size
-    cluster = replace(wanted.cluster, memory_nbytes=wanted.memory_nbytes or wanted.cluster.memory_nbytes)
+    rows = request.global_batch // request.cluster.world_size
+    cluster = replace(request.cluster, memory_nbytes=request.memory_nbytes or request.cluster.memory_nbytes)
     micro_batches = [size for size in range(1, min(rows, _MAX_MICRO_BATCH) + 1) if rows % size == 0]
     room = dict.fromkeys(range(len(_POLICIES)), 0)  # rows that fit up to now, by policy
     for parts, prefetch in product(_SPLITS, (None, 1)):
-        model = wanted.model.split(parts)
+        model = request.model.split(parts)
         for number, policy in enumerate(_POLICIES):
             enough = max(room[cheaper] for cheaper in range(number + 1))
             fitting = []
@@ -116,10 +109,10 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
                         micro_batch=micro_batch,
                         accumulation=rows // micro_batch,
                         activations=policy,
-                        wire_nbytes=wanted.wire_nbytes,
+                        wire_nbytes=request.wire_nbytes,
                         prefetch=prefetch,
                     )
-                    if not wanted.fits(setting.need()):
+                    if not request.fits(setting.need()):
                         break  # nor will more rows
                     fitting.append(setting)
             if fitting:
@@ -127,16 +120,16 @@ def candidates(wanted: Wanted, partition_size: int) -> Iterator[Setting]:
             yield from fitting[-2:] if (parts, prefetch) == (1, None) else fitting[-1:]
 
 
-def smallest_need(wanted: Wanted, partition_size: int) -> float:
+def smallest_need(request: Request, partition_size: int) -> float:
     """Bytes of the setting that needs least."""
-    return _leanest(wanted, partition_size).need().peak
+    return _leanest(request, partition_size).need().peak
 
 
-def _leanest(wanted: Wanted, partition_size: int) -> Setting:
+def _leanest(request: Request, partition_size: int) -> Setting:
     """One row, everything offloaded, fine units, one ahead."""
     return Setting(
-        model=wanted.model.split(_SPLITS[-1]),
-        cluster=wanted.cluster,
+        model=request.model.split(_SPLITS[-1]),
+        cluster=request.cluster,
         partition_size=partition_size,
         micro_batch=1,
         accumulation=1,
@@ -145,28 +138,28 @@ def _leanest(wanted: Wanted, partition_size: int) -> Setting:
     )
 
 
-def search(wanted: Wanted, system: str = "mics") -> Found:
+def search(request: Request, system: str = "mics") -> Found:
     """Try partition sizes; of each the fastest setting."""
     best: list[Prediction] = []
     too_large = {}
-    for size in _thinned(partition_sizes(wanted.cluster), wanted.cluster.ranks_per_node):
-        needed = smallest_need(wanted, size)
-        settings = list(candidates(wanted, size)) if needed <= wanted.limit else []
+    for size in _thinned(partition_sizes(request.cluster), request.cluster.ranks_per_node):
+        needed = smallest_need(request, size)
+        settings = list(candidates(request, size)) if needed <= request.limit else []
         if not settings:
             too_large[size] = needed
             continue
         chosen = _in_order([predict_quickly(setting, system) for setting in settings])[0]
-        best.append(_with_whole_masters(wanted, chosen))
+        best.append(_with_whole_masters(request, chosen))
     best = _in_order(best)
     if best:
         best[0] = predict(best[0].setting, system)  # all of it, for the timeline
     choices = [
         Choice(prediction=found, memory=found.setting.memory(), limited_by=limit_of(found)) for found in best
     ]
-    return Found(wanted=wanted, choices=tuple(choices), too_large=too_large)
+    return Found(request=request, choices=tuple(choices), too_large=too_large)
 
 
-def _with_whole_masters(wanted: Wanted, found: Prediction) -> Prediction:
+def _with_whole_masters(request: Request, found: Prediction) -> Prediction:
     """The same with every replica's masters whole, if that fits and is faster.
 
     Where gradients are as narrow as parameters, an all-reduce moves no more than a reduce-scatter and the new
@@ -174,7 +167,7 @@ def _with_whole_masters(wanted: Wanted, found: Prediction) -> Prediction:
     """
     setting = found.setting
     whole = replace(setting, over_replicas=False)
-    if setting.num_replicas == 1 or setting.wire_nbytes > _NARROW or not wanted.fits(whole.need()):
+    if setting.num_replicas == 1 or setting.wire_nbytes > _NARROW or not request.fits(whole.need()):
         return found
     other = predict_quickly(whole, found.system)
     return other if (1 + _AS_FAST) * other.step_seconds < found.step_seconds else found
@@ -222,15 +215,15 @@ def limit_of(prediction: Prediction) -> str:
     return "inter latency" if gained > 0.5 else "inter bandwidth"
 
 
-def smallest_cluster(wanted: Wanted) -> int | None:
+def smallest_cluster(request: Request) -> int | None:
     """Nodes of this kind that would do, if any number does: a model divided over all of them needs least."""
 
     def does(nodes: int) -> bool:
-        cluster = replace(wanted.cluster, num_nodes=nodes)
-        larger = replace(wanted, cluster=cluster, global_batch=cluster.world_size)
-        return smallest_need(larger, cluster.world_size) <= wanted.limit
+        cluster = replace(request.cluster, num_nodes=nodes)
+        larger = replace(request, cluster=cluster, global_batch=cluster.world_size)
+        return smallest_need(larger, cluster.world_size) <= request.limit
 
-    enough = wanted.cluster.num_nodes
+    enough = request.cluster.num_nodes
     while not does(enough):
         enough *= 2
         if enough > _MAX_NODES:
@@ -242,23 +235,7 @@ def smallest_cluster(wanted: Wanted) -> int | None:
     return enough
 
 
-def largest_term(wanted: Wanted) -> tuple[str, float]:
+def largest_term(request: Request) -> tuple[str, float]:
     """Of the setting that needs least on all GPUs: what takes most of it."""
-    terms = _leanest(wanted, wanted.cluster.world_size).memory().on_device()
+    terms = _leanest(request, request.cluster.world_size).memory().on_device()
     return max(terms.items(), key=lambda item: item[1])
-
-
-def fitting_partition(model: ModelShape, cluster: Cluster, *, memory_nbytes: float) -> int | None:
-    """The smallest partition size whose fixed terms leave half of the memory to activations."""
-    for size in partition_sizes(cluster):
-        setting = Setting(
-            model=model,
-            cluster=cluster,
-            partition_size=size,
-            micro_batch=1,
-            accumulation=1,
-            activations=_POLICIES[1],
-        )
-        if setting.need().fixed <= memory_nbytes / 2:
-            return size
-    return None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from mics.cost import Cost
+from mics.cost.collectives import Cost
 
 LINKS = ("intra", "inter", "to host", "from host")
 

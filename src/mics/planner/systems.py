@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from mics.cost import Kind
-from mics.intervals import Interval, subtract, total, union
+from mics.cost.collectives import Kind
+from mics.cost.setting import Setting
+from mics.cost.shapes import UnitShape
+from mics.layout.order import staying_units
 from mics.planner.host_copies import HostCopies
-from mics.planner.setting import Setting
-from mics.planner.shapes import UnitShape
 from mics.planner.simulate import LINKS, Program, Task, play
-from mics.plans import staying_units
+from mics.planner.step_costs import StepCosts
+from mics.utils.intervals import Interval, subtract, total, union
 
 HOST_SECONDS: Final = 0.3e-3
 """Fitted: what the host took to decide about one parameter in DeepSpeed's ZeRO-3 before the seed's work."""
@@ -105,7 +106,7 @@ class _Style:
 
 
 @dataclass(frozen=True, kw_only=True)
-class System:
+class SimulatedSystem:
     """A way to order the work."""
 
     name: str
@@ -131,6 +132,7 @@ class _Issuer:
     def __init__(self, program: Program, setting: Setting, style: _Style) -> None:
         self.program, self.setting, self.style = program, setting, style
         self.units = setting.model.units
+        self.costs = StepCosts(setting)
         self.depth = setting.depth if style.overlaps else 0
         self.computed: list[Task] = []  # in the order of the computation
         self.refreshed: dict[int, Task] = {}
@@ -142,7 +144,7 @@ class _Issuer:
         )
         self.alone = setting.partition_size == 1
         self.spreads_masters = style.spreads_masters and setting.over_replicas
-        self.host_copies = HostCopies(program, setting)
+        self.host_copies = HostCopies(program, self.units, self.costs)
 
     def micro_step(self, *, last: bool) -> None:
         order = [(i, False) for i in range(len(self.units))]
@@ -152,10 +154,10 @@ class _Issuer:
         for position, (index, is_backward) in enumerate(order):
             unit = self.units[index]
             gathered = None if self.alone else self._gather(index, unit, is_backward)
-            setting = self.setting
-            seconds = setting.backward_seconds(unit) if is_backward else setting.forward_seconds(unit)
+            costs = self.costs
+            seconds = costs.backward_seconds(unit) if is_backward else costs.forward_seconds(unit)
             if self.style.copies and not self.alone:
-                seconds += (6 if is_backward else 4) * unit.numel / setting.device.memory_bandwidth
+                seconds += (6 if is_backward else 4) * unit.numel / self.setting.device.memory_bandwidth
             name = ("backward " if is_backward else "forward ") + unit.name
             copied = self.host_copies.backward if is_backward else self.host_copies.forward
             before = copied(index, self.computed[-1] if self.computed else None)
@@ -177,7 +179,7 @@ class _Issuer:
     def _keep(self, position: int, index: int, turn: int, *, last: bool) -> None:
         ahead = self.depth + 1
         # Lean, which goes with offload: only what the backward begins with stays at the turn.
-        at_turn = 1 if self.setting.layout.lean else ahead
+        at_turn = 1 if self.setting.division.lean else ahead
         if position < turn <= position + at_turn:
             self.kept.add(index)
         if not last and position >= 2 * turn - ahead:
@@ -196,7 +198,7 @@ class _Issuer:
             if style.host_seconds:
                 window = self.program.compute("host", style.host_seconds)
             after = [window, self.refreshed.get(index)]
-            for link, price in self.setting.moves(Kind.ALL_GATHER, 2 * unit.numel / style.num_pieces):
+            for link, price in self.costs.moves(Kind.ALL_GATHER, 2 * unit.numel / style.num_pieces):
                 found = self.program.transfer(f"gather {link}", f"gather {unit.name}", price, [*after, found])
         return found
 
@@ -206,7 +208,7 @@ class _Issuer:
         done = task
         nbytes = self.setting.wire_nbytes * unit.numel
         for _ in range(self.style.num_pieces):
-            for link, price in self.setting.moves(Kind.REDUCE_SCATTER, nbytes / self.style.num_pieces):
+            for link, price in self.costs.moves(Kind.REDUCE_SCATTER, nbytes / self.style.num_pieces):
                 done = self.program.transfer(f"reduce {link}", f"reduce {unit.name}", price, [done])
         return done
 
@@ -215,7 +217,7 @@ class _Issuer:
         if setting.num_replicas == 1 or unit.numel == 0:
             return after
         kind = Kind.REDUCE_SCATTER if self.spreads_masters else Kind.ALL_REDUCE
-        price = setting.replica_cost(kind, setting.wire_nbytes * unit.numel / setting.partition_size)
+        price = self.costs.replica_cost(kind, setting.wire_nbytes * unit.numel / setting.partition_size)
         return self.program.transfer("replicas", f"hop 2 of {unit.name}", price, [after])
 
     def _boundary(self, reduced: Sequence[Task]) -> None:
@@ -231,7 +233,7 @@ class _Issuer:
             for index, unit in enumerate(self.units):
                 if unit.numel:
                     nbytes = 2 * unit.numel / setting.partition_size
-                    price = setting.replica_cost(Kind.ALL_GATHER, nbytes)
+                    price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
                     self.refreshed[index] = self.program.transfer(
                         "replicas", f"new {unit.name}", price, [update]
                     )
@@ -244,20 +246,20 @@ _ONE_BY_ONE: Final = _Style(
     overlaps=False, copies=True, num_pieces=_TENSORS_OF_A_BLOCK, host_seconds=HOST_SECONDS
 )
 _ALL: Final = (
-    System(name="mics", about="this library", style=_MICS),
-    System(
+    SimulatedSystem(name="mics", about="this library", style=_MICS),
+    SimulatedSystem(
         name="hsdp", about="FSDP2 over partition groups, with replicas", style=_FSDP, flat=True, prefetch=1
     ),
-    System(
+    SimulatedSystem(
         name="fsdp2", about="FSDP2 over the world", style=_FSDP, over_the_world=True, flat=True, prefetch=1
     ),
-    System(
+    SimulatedSystem(
         name="mics-published",
         about="MiCS as published: replicas are synchronised after the last backward",
         style=_LATE,
         prefetch=1,
     ),
-    System(
+    SimulatedSystem(
         name="zero3",
         about="DeepSpeed's ZeRO-3 after the seed's work",
         style=_LATE,
@@ -265,7 +267,7 @@ _ALL: Final = (
         flat=True,
         prefetch=1,
     ),
-    System(
+    SimulatedSystem(
         name="zero3-before",
         about="DeepSpeed's ZeRO-3 before the seed's work: one tensor at a time, nothing overlaps",
         style=_ONE_BY_ONE,

@@ -21,12 +21,12 @@ _COLOURS: Final = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_
 
 def show(found: Answer, console: Console) -> None:
     """Print everything, the recommendation first."""
-    wanted, best = found.found.wanted, found.best
-    cluster = wanted.cluster
+    request, best = found.found.request, found.best
+    cluster = request.cluster
     console.print(
-        f"[bold]{wanted.model.name}[/] ({count(wanted.model.num_parameters)} parameters, "
-        f"{wanted.model.seq_len} tokens a row) on {cluster.num_nodes} x {cluster.name} "
-        f"({cluster.world_size} GPUs), {wanted.global_batch} rows a step"
+        f"[bold]{request.model.name}[/] ({count(request.model.num_parameters)} parameters, "
+        f"{request.model.seq_len} tokens a row) on {cluster.num_nodes} x {cluster.name} "
+        f"({cluster.world_size} GPUs), {request.global_batch} rows a step"
     )
     console.print(f"\n{advice(best)}", highlight=False, markup=False, style="bold")
     console.print(f"{_result(best)}\n", highlight=False)
@@ -84,7 +84,7 @@ def _result(choice: Choice) -> str:
 
 def _memory(found: Answer, console: Console) -> None:
     best = found.best
-    limit = found.found.wanted.limit
+    limit = found.found.request.limit
     console.print(
         f"[bold]memory of a GPU[/]: {best.memory.peak / _GIB:.1f} of {limit / _GIB:.1f} GiB at the peak"
         + (f", {best.memory.host / _GIB:.1f} GiB of host memory" if best.memory.host else ""),

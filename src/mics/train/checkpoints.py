@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mics
-from mics.checkpoint.folders import find_checkpoint, latest_in, point_latest, step_name, steps_in
+from mics.checkpoint.folders import latest_in, point_latest, step_name, steps_in
+from mics.checkpoint.opening import find_checkpoint
 from mics.comm import join_world
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing

@@ -9,9 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from mics.picture_style import BLUE, GREEN, ORANGE, STYLE
 from mics.train.display import format_nbytes
 from mics.train.metrics import Measurement
+from mics.utils.picture_style import BLUE, GREEN, ORANGE, STYLE
 
 
 def draw_run(

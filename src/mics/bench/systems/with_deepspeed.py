@@ -16,19 +16,19 @@ from mics.bench.systems.find_deepspeed import find_deepspeed
 from mics.bench.systems.loop import adamw
 from mics.bench.systems.protocol import Batch, check_batches
 from mics.bench.systems.start import device_of, inner_units, materialise, meta_model
-from mics.comm.emulated import emulated_cluster
+from mics.emulator import emulated_cluster
 from mics.models import GPT
 
 MICS_VERSION: Final = "0.19.2"
 
 
-def build_zero3(job: Job) -> Engine:
+def build_zero3(job: Job) -> DeepSpeedTrainer:
     """ZeRO-3: everything sharded over the world, gradients reduced there in every micro-step."""
     deepspeed = find_deepspeed("deepspeed-zero3", job)
-    return Engine(job, _initialise(deepspeed, job, {}, deepspeed.zero.Init))
+    return DeepSpeedTrainer(job, _initialise(deepspeed, job, {}, deepspeed.zero.Init))
 
 
-def build_deepspeed_mics(job: Job) -> Engine:
+def build_deepspeed_mics(job: Job) -> DeepSpeedTrainer:
     """MiCS: shards over partition groups; gathers in two stages where a group fills several whole nodes."""
     deepspeed = find_deepspeed(
         "deepspeed-mics",
@@ -42,10 +42,10 @@ def build_deepspeed_mics(job: Job) -> Engine:
     if spans_nodes:
         os.environ["NDEV_PER_NODE"] = str(ranks_per_node)  # what it would else take from the number of GPUs
     sharding = {"mics_shard_size": job.partition_size, "mics_hierarchical_params_gather": spans_nodes}
-    return Engine(job, _initialise(deepspeed, job, sharding, deepspeed.zero.MiCS_Init))
+    return DeepSpeedTrainer(job, _initialise(deepspeed, job, sharding, deepspeed.zero.MiCS_Init))
 
 
-class Engine:
+class DeepSpeedTrainer:
     """A ``Trainer`` around DeepSpeed's engine, which counts micro-steps and divides the loss itself."""
 
     def __init__(self, job: Job, engine: Any) -> None:

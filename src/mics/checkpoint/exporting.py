@@ -1,0 +1,166 @@
+"""From a checkpoint to a folder that ``transformers.from_pretrained`` loads.
+
+    OUT/
+        model-00001-of-00003.safetensors
+        model-00002-of-00003.safetensors
+        model-00003-of-00003.safetensors
+        model.safetensors.index.json         which tensor is in which of them
+        config.json, tokenizer.json, ...     copied
+
+A file is reserved at its full length and mapped, and values are read into their places there: the memory
+needed is a few blocks, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import mics.checkpoint.folders as folders
+from mics.checkpoint.files import sync_folder, write_durably
+from mics.checkpoint.formats.safetensors_files import MAP_NAME, Planned, map_text, plan_file
+from mics.checkpoint.names import tensors_of_model
+from mics.checkpoint.reading import PartReader
+from mics.checkpoint.records import Index, TensorPart, dtype_name
+from mics.errors import CheckpointError, SettingsError
+
+_CONFIG: Final = "config.json"
+_BESIDE: Final = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exporting:
+    """What will be written."""
+
+    folder: Path
+    index: Index
+    called: dict[str, str]  # the model's names, and what the checkpoint calls them
+    files: dict[str, list[Planned]]
+
+    @property
+    def nbytes(self) -> int:
+        """That will be read."""
+        return sum(self.index.tensors[key].nbytes for key in self.called.values())
+
+
+def plan_export(
+    folder: Path, index: Index, *, dtype: torch.dtype | None = None, shard_nbytes: int
+) -> Exporting:
+    """Divide the model of a checkpoint into files of at most ``shard_nbytes``, or of one tensor."""
+    called = tensors_of_model(index)
+    if not called:
+        raise CheckpointError(f"{folder}: expected the tensors of a model, found none")
+    shards: list[list[Planned]] = [[]]
+    room = shard_nbytes
+    for name, key in called.items():
+        stored = index.tensors[key]
+        convert = dtype is not None and stored.dtype.is_floating_point
+        planned = Planned(name=name, dtype=dtype if convert and dtype else stored.dtype, shape=stored.shape)
+        if shards[-1] and planned.nbytes > room:
+            shards.append([])
+            room = shard_nbytes
+        shards[-1].append(planned)
+        room -= planned.nbytes
+    files = {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
+    return Exporting(folder=folder, index=index, called=called, files=files)
+
+
+def write_export(
+    exporting: Exporting,
+    out: Path,
+    *,
+    config: Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write it. ``out`` has its name when everything in it is on disk."""
+    folders.check_new(out)
+    beside = [] if config is None else _beside(config)
+    try:
+        partial = folders.begin(out)
+        reader = PartReader(exporting.folder, exporting.index, progress)
+        for name, planned in exporting.files.items():
+            _write_file(partial / name, planned, exporting, reader)
+        write_durably(partial / MAP_NAME, map_text(exporting.files).encode())
+        for file in beside:
+            shutil.copyfile(file, partial / (_CONFIG if file == config else file.name))
+        if (partial / _CONFIG).is_file():
+            _tell_dtype(partial / _CONFIG, exporting.files.values())
+        sync_folder(partial)
+        folders.publish(out)
+    except OSError as error:
+        folders.abandon(out)
+        raise CheckpointError(f"{out}: could not be written: {error.strerror or error}") from error
+    except BaseException:
+        folders.abandon(out)
+        raise
+
+
+def _write_file(path: Path, planned: Sequence[Planned], exporting: Exporting, reader: PartReader) -> None:
+    beginning, places, length = plan_file(planned)
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, length)  # a full disk is an error here, not a signal later
+        memory = mmap.mmap(file.fileno(), length)
+        memory[: len(beginning)] = beginning
+        wanted = [
+            (_part_in(memory, places[tensor.name], tensor), exporting.called[tensor.name])
+            for tensor in planned
+            if tensor.nbytes
+        ]
+        reader.read(reader.plan(wanted))
+        memory.flush()
+        os.fsync(file.fileno())
+
+
+def _part_in(memory: mmap.mmap, place: int, tensor: Planned) -> TensorPart:
+    """All of a tensor, in its place in a file."""
+    values = torch.frombuffer(memory, dtype=torch.uint8, offset=place, count=tensor.nbytes).view(tensor.dtype)
+    return TensorPart(name=tensor.name, shape=tensor.shape, span=range(values.numel()), values=values)
+
+
+def _beside(config: Path) -> list[Path]:
+    """The files that a model of transformers has beside its tensors."""
+    if config.is_file():
+        return [config]
+    if not (config / _CONFIG).is_file():
+        found = "no such folder" if not config.exists() else f"no {_CONFIG} there"
+        raise SettingsError(
+            f"--config {config}: expected a {_CONFIG} or a folder that has one, found {found}"
+        )
+    found_files = {file for pattern in _BESIDE for file in config.glob(pattern) if file.is_file()}
+    return sorted(found_files)
+
+
+def _tell_dtype(file: Path, shards: Iterable[Iterable[Planned]]) -> None:
+    """Let the config name the format that the tensors now have: ``from_pretrained`` loads them in it."""
+    dtypes = {tensor.dtype for shard in shards for tensor in shard if tensor.dtype.is_floating_point}
+    try:
+        config: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise SettingsError(f"--config: expected JSON in {_CONFIG}, found {error}") from None
+    if len(dtypes) == 1:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = dtype_name(dtypes.pop())
+    write_durably(file, json.dumps(config, indent=2).encode() + b"\n")

@@ -1,0 +1,96 @@
+"""What mics chooses by itself, from the cost model alone. Arithmetic: every rank comes to the same choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median_low
+from typing import Final
+
+from mics.cost.clusters import Cluster
+from mics.cost.collectives import Cost, Kind, Span, cost
+
+_LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
+_MAX_PREFETCH: Final = 3
+_MAX_HORIZON: Final = 4
+_LEAST_MESSAGE_NBYTES: Final = 64 << 10
+
+
+def move_seconds(cluster: Cluster, kind: Kind, span: Span, nbytes: int, *, two_stage: bool) -> float:
+    """Time to gather or reduce ``nbytes`` over a partition group, in one ring or in two stages."""
+    if not two_stage:
+        return cost(cluster, kind, span, nbytes).seconds
+    inter, intra = stage_costs(cluster, kind, span, nbytes)
+    return inter.seconds + intra.seconds
+
+
+def stage_costs(cluster: Cluster, kind: Kind, span: Span, nbytes: int) -> tuple[Cost, Cost]:
+    """Of a gather or a reduction in two stages: among nodes, and inside one."""
+    inter = Span(size=span.num_nodes, num_nodes=span.num_nodes, on_a_node=1)
+    intra = Span(size=span.on_a_node, num_nodes=1, on_a_node=span.on_a_node)
+    return cost(cluster, kind, inter, nbytes // span.on_a_node), cost(cluster, kind, intra, nbytes)
+
+
+def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:
+    """Whether a unit is gathered sooner in two stages.
+
+    Near two nodes because fewer bytes cross the network, beyond because fewer hops do. Where the links inside
+    a node are no faster than the network, the second stage may cost more than that.
+    """
+    flat, staged = (
+        move_seconds(cluster, Kind.ALL_GATHER, span, nbytes, two_stage=staged) for staged in (False, True)
+    )
+    return staged < flat
+
+
+def latency_nbytes(cluster: Cluster, span: Span, kind: Kind = Kind.ALL_GATHER) -> int:
+    """The size of a collective whose bytes take as long as its latency."""
+    if span.size == 1:
+        return 0
+    many = 1 << 30
+    latency = cost(cluster, kind, span, 0).seconds
+    seconds_per_byte = (cost(cluster, kind, span, many).seconds - latency) / many
+    return int(latency / seconds_per_byte)
+
+
+def batch_nbytes(cluster: Cluster, span: Span, kind: Kind = Kind.ALL_GATHER) -> int:
+    """The size of a collective at which latency is a small part of its time."""
+    return int(latency_nbytes(cluster, span, kind) / _LATENCY_SHARE)
+
+
+def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
+    """Whether ``nbytes`` are reduced, or gathered, sooner by an exchange of chunks than by a ring.
+
+    Both send the same bytes. An exchange is one hop instead of one for each member; but it needs a connection
+    of everybody to everybody, so it must save something, and messages must be large enough for the network to
+    carry them at its speed.
+    """
+    if span.size == 1 or nbytes / span.size < _LEAST_MESSAGE_NBYTES:
+        return False
+    exchange, ring = (cost(cluster, kind, span, nbytes) for kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER))
+    return exchange.seconds < (1 - _LATENCY_SHARE) * ring.seconds
+
+
+def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, lean: bool = False) -> int:
+    """How far to look ahead, so that every gather fits beside the computation before it.
+
+    Both are seconds, in the order in which they are needed. A gather counts twice: gradients cross the same
+    links. Where gathers take longer than the computation altogether no depth hides them. ``lean``: so that
+    most of them fit; what is looked ahead takes memory.
+    """
+    depths = []
+    for position in range(1, len(gathers)):
+        hidden, depth = 0.0, 0
+        while hidden < 2 * gathers[position] and depth < min(position, _MAX_PREFETCH):
+            depth += 1
+            hidden += computes[position - depth]
+        depths.append(depth)
+    return max(1, median_low(depths) if lean else max(depths)) if depths else 1
+
+
+def horizon_for(transfer: float, compute: float) -> int:
+    """Units whose activations are sent for ahead, when to bring one unit's back takes ``transfer``.
+
+    ``compute`` is the time of one unit's backward, in the same measure.
+    """
+    return max(1, min(_MAX_HORIZON, math.ceil(transfer / max(compute, 1e-12))))

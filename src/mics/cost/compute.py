@@ -1,0 +1,52 @@
+"""How long a GPU computes: matrices at a speed that depends on their width, the rest at memory speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from mics.cost.clusters import Cluster
+from mics.cost.shapes import UnitShape
+
+MATRIX_EFFICIENCY: Final = 0.72
+"""Fitted: share of the data sheet's peak that wide matrices reach today."""
+MATRIX_EFFICIENCY_2021: Final = 0.62
+"""Fitted: the same with the libraries of the seeds."""
+HALF_SPEED_WIDTH: Final = 128.0
+"""A tile of a matrix kernel: narrower matrices leave part of it empty."""
+# Attention that is not fused: written, scaled, masked, soft-maxed, dropped out, and read for the values.
+_SCORE_PASSES: Final = 12.0
+_ITEMSIZE: Final = 2
+_UNFUSED_PASSES: Final = 2.0  # norms, GELU and residuals of 2021: a kernel for every operation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU and the kernels it runs."""
+
+    peak_flops: float
+    memory_bandwidth: float
+    fused: bool = True
+    """Attention and other chains of operations in one kernel each, as today; False: as in 2021."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, *, fused: bool = True) -> Device:
+        """What the cluster's ranks have."""
+        peak = cluster.peak_flops or cluster.flops / MATRIX_EFFICIENCY
+        return cls(peak_flops=peak, memory_bandwidth=cluster.memory_bandwidth or peak / 150, fused=fused)
+
+    def forward_seconds(self, unit: UnitShape, tokens: float) -> float:
+        """Of one unit."""
+        width = unit.width or 1
+        efficiency = MATRIX_EFFICIENCY if self.fused else MATRIX_EFFICIENCY_2021
+        speed = self.peak_flops * efficiency * width / (width + HALF_SPEED_WIDTH)
+        matrices = unit.matrix_flops / speed if unit.matrix_flops else 0.0
+        attention = unit.attention_flops / speed
+        nbytes = float(unit.traffic_numel * _ITEMSIZE)
+        if not self.fused:
+            nbytes = nbytes * _UNFUSED_PASSES + unit.score_numel * _ITEMSIZE * _SCORE_PASSES
+        return tokens * (matrices + attention + nbytes / self.memory_bandwidth)
+
+    def update_seconds(self, numel: float) -> float:
+        """Of AdamW on so many elements: four reads and three writes in float32, and the 16-bit copy."""
+        return numel * 30 / self.memory_bandwidth

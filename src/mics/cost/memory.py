@@ -1,0 +1,308 @@
+"""Memory of one rank, term by term: what the engine reports against and the search decides by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from mics.cost.shapes import ModelShape
+from mics.layout.flat import ALIGNMENT
+from mics.layout.homes import Change, Recorded, aligned, plan_homes
+from mics.layout.order import NO_BATCHING, Batching, Prefetch, make_plan
+
+TINY_SHARE: Final = 16
+"""Units of less than this part of the largest have reduce buffers of their own, and wait for no large one."""
+QUICK_SHARE: Final = 0.1
+"""Lean: a reduction of less than this part of a forward is waited for: 3% of a unit's time."""
+USABLE: Final = 0.92
+"""Of a device's memory: the rest is the CUDA context, the allocator's holes and NCCL's buffers."""
+ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
+_PARAM: Final = 2  # bytes, bfloat16
+_WIDE: Final = 4  # bytes, float32
+_LOGIT_NBYTES: Final = 12  # cross-entropy's softmax and two gradients in float32, at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a model is divided: what the terms depend on, beside the model."""
+
+    partition_size: int
+    num_replicas: int = 1
+    over_replicas: bool = True
+    """Masters and optimizer state are divided over replicas too."""
+    prefetch: int = 1
+    stay_nbytes: int = 0
+    """Of gathered units that are not released between their uses."""
+    num_reduce_buffers: int = 1
+    param_nbytes: int = _PARAM
+    reduce_nbytes: int = _WIDE
+    lean: bool = False
+    """Gradients, buffers and gathered units have memory only while they are needed."""
+    reduction_share: float = math.inf
+    """How long a unit is being reduced, for each second of its forward. Quick ones are waited for."""
+
+    @property
+    def casts_masters(self) -> bool:
+        """Gathers cast the masters: there is no second copy of the parameters."""
+        whole = self.num_replicas == 1 or not self.over_replicas
+        return self.lean and whole and self.partition_size > 1 and self.param_nbytes < _WIDE
+
+    @property
+    def num_owners(self) -> int:
+        return self.partition_size * (self.num_replicas if self.over_replicas else 1)
+
+
+def padded(numel: int, division: Division) -> int:
+    """Elements of a unit once every rank's piece is aligned."""
+    step = division.partition_size * division.num_replicas * ALIGNMENT
+    return math.ceil(numel / step) * step
+
+
+@dataclass(frozen=True)
+class Nest:
+    """Units that are at work together, as long as what is inside them."""
+
+    units: tuple[int, ...]
+    inside: tuple[Nest, ...] = ()
+    again: bool = False
+    """All of it is computed again in the backward."""
+
+    def nbytes(self, sizes: Sequence[int]) -> int:
+        """The most at once."""
+        at_once = sum if self.again else max
+        inner = at_once(nest.nbytes(sizes) for nest in self.inside) if self.inside else 0
+        return sum(sizes[unit] for unit in self.units) + inner
+
+    def all_units(self) -> Iterator[int]:
+        """With those inside, in the order of the forward."""
+        yield from self.units
+        for nest in self.inside:
+            yield from nest.all_units()
+
+
+@lru_cache(maxsize=256)
+def homes(
+    sizes: tuple[int, ...],
+    lookups: tuple[int, ...],
+    prefetch: int,
+    held: tuple[int, ...] = (),
+    staying: int = 0,
+    batching: Batching = NO_BATCHING,
+    alone: tuple[int, ...] = (),
+    nests: tuple[Nest, ...] | None = None,
+) -> int:
+    """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
+
+    ``sizes`` are in the order of the forward; ``lookups`` names units that the backward does not need.
+    ``held``: of units beside the chain, gathered all the while. ``staying``: bytes of units that wait for
+    their next use. ``batching``: small units that travel together look further ahead.
+    ``alone``: units that share their home with nobody. ``nests``: all units, where some are inside others.
+    """
+    if nests is None:
+        nests = tuple(Nest((unit,)) for unit in range(len(sizes)))
+    if prefetch == 0:
+        return max((nest.nbytes(sizes) for nest in nests), default=0) + sum(held)
+    visits = [*_way_there(nests), *_way_back(nests, lookups)]
+    by_unit = dict(enumerate(sizes))
+    plan = make_plan(
+        [visit.unit for visit in visits if visit.begins],
+        sizes=by_unit,
+        prefetch=Prefetch(units=prefetch, stay_nbytes=staying),
+        batching=batching,
+    )
+    events, position = [], -1
+    for visit in visits:
+        position += visit.begins
+        if visit.begins or not (visit.may_be_kept and visit.unit in plan.kept[position]):
+            events.append(Change(visit.unit, needed=visit.begins))
+    recorded = Recorded(
+        events=events,
+        sent_at=plan.sent_at(),
+        staying=plan.staying.union(alone),
+        first=plan.first_units,
+    )
+    return plan_homes([recorded], by_unit).nbytes + sum(map(aligned, held))
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """A forward or a backward of a unit begins or ends."""
+
+    unit: int
+    begins: bool
+    may_be_kept: bool = False  # at its end, because it is needed again
+
+
+def _way_there(nests: Sequence[Nest]) -> Iterator[_Visit]:
+    for nest in nests:
+        yield from (_Visit(unit, begins=True) for unit in nest.units)
+        yield from _way_there(nest.inside)
+        yield from (_Visit(unit, begins=False, may_be_kept=True) for unit in nest.units)
+
+
+def _way_back(nests: Sequence[Nest], unread: Collection[int]) -> Iterator[_Visit]:
+    for nest in reversed(nests):
+        read = [unit for unit in nest.units if unit not in unread]
+        yield from (_Visit(unit, begins=True) for unit in read)
+        if nest.again:  # what is computed again stays until its own backward
+            inner = [unit for each in nest.inside for unit in each.all_units()]
+            yield from (_Visit(unit, begins=True) for unit in inner)
+            yield from (_Visit(unit, begins=False) for unit in reversed(inner))
+        else:
+            yield from _way_back(nest.inside, unread)
+        yield from (_Visit(unit, begins=False) for unit in read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What is kept between forward and backward."""
+
+    checkpoint: bool
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return "offload" if self.offload else "checkpoint" if self.checkpoint else "kept"
+
+
+_FIXED: Final = (
+    "parameters",
+    "gradients",
+    "masters",
+    "optimizer state",
+    "gathered units",
+    "reduce buffers",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Bytes of one rank, by name, in each moment that may be the peak."""
+
+    at_loss: dict[str, float]
+    in_block: dict[str, float]
+    """In the middle of a block's backward."""
+    between_blocks: dict[str, float]
+    computed_again: dict[str, float]
+    """At the end of a block's second forward."""
+    host: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """What is there at the end of every backward, whatever it works on."""
+        return sum(self.between_blocks[name] for name in _FIXED)
+
+    @property
+    def peak(self) -> float:
+        """In whichever moment it is most."""
+        return sum(self.on_device().values())
+
+    def on_device(self) -> dict[str, float]:
+        """By name, for people: at the peak."""
+        moments = self.at_loss, self.in_block, self.between_blocks, self.computed_again
+        return max(moments, key=lambda terms: sum(terms.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SavedBytes:
+    """Of activations, between forward and backward."""
+
+    blocks: float
+    blocks_at_loss: float
+    outside: float  # of what is no block
+    on_host: float
+    in_block: float  # all that the largest one saves
+
+    @classmethod
+    def of(cls, model: ModelShape, activations: Keeping, per_token: float) -> _SavedBytes:
+        """``per_token``: bytes of one element of every token."""
+        blocks = [unit for unit in model.units if unit.kind == "block"]
+        rest = [unit for unit in model.units if unit.kind != "block"]
+        inputs = sum(unit.input_numel for unit in blocks) * per_token
+        kept = inputs if activations.checkpoint else sum(unit.saved_numel for unit in blocks) * per_token
+        at_loss, on_host, in_block = kept, 0.0, 0.0
+        if blocks:
+            block = max(blocks, key=lambda unit: unit.saved_numel)
+            in_block = block.saved_numel * model.parts * per_token
+            if activations.checkpoint and activations.offload:
+                # The last one stays; in the backward the next is on its way.
+                at_loss = min(inputs, block.input_numel * per_token)
+                kept, on_host = min(inputs, 2 * at_loss), inputs
+        return cls(
+            blocks=kept,
+            blocks_at_loss=at_loss,
+            outside=sum(unit.saved_numel for unit in rest) * per_token,
+            on_host=on_host,
+            in_block=in_block,
+        )
+
+
+def _gathered(model: ModelShape, division: Division) -> tuple[float, int]:
+    """Bytes of gathered units: the most at once, and what the backward begins with."""
+    sizes = [padded(unit.numel, division) * division.param_nbytes for unit in model.without_repeats]
+    shapes = list(zip(model.without_repeats, sizes, strict=True))
+    chain = [(unit, nbytes) for unit, nbytes in shapes if not unit.is_held]
+    held = tuple(nbytes for unit, nbytes in shapes if unit.is_held)
+    lookups = tuple(index for index, (unit, _) in enumerate(chain) if unit.kind == "embedding")
+    first_back = sum(nbytes for _, nbytes in chain[-1:]) + sum(held)
+    if division.partition_size == 1:
+        return 0.0, first_back
+    arena: float = homes(tuple(nbytes for _, nbytes in chain), lookups, division.prefetch, held)
+    if division.stay_nbytes:  # at homes of their own
+        total = sum(padded(unit.numel, division) for unit in model.units if unit.numel)
+        arena = min(arena + division.stay_nbytes, float(total * division.param_nbytes))
+    return arena, first_back
+
+
+def memory_terms(
+    model: ModelShape,
+    division: Division,
+    activations: Keeping,
+    tokens: float,
+    *,
+    accumulates: bool = True,
+) -> Terms:
+    """Of a rank that works on ``tokens`` at a time, in several micro-steps a step if it ``accumulates``."""
+    p, param = division.partition_size, division.param_nbytes
+    numels = [padded(unit.numel, division) for unit in model.units if unit.numel]
+    total, largest = sum(numels), max(numels)
+    tiny = max((numel for numel in numels if numel * TINY_SHARE < largest), default=0)
+    reduced = division.num_reduce_buffers * division.reduce_nbytes * (largest + tiny)
+    saved = _SavedBytes.of(model, activations, param * tokens)
+    again = saved.in_block if activations.checkpoint else 0.0
+    arena, first_back = _gathered(model, division)
+    between = {
+        "parameters": 0.0 if division.casts_masters else total * param / p,
+        "gradients": total * _WIDE / p,
+        "masters": total * _WIDE / division.num_owners if param < _WIDE else 0.0,
+        "optimizer state": total * ADAM_NBYTES / division.num_owners,
+        "gathered units": arena,
+        "reduce buffers": reduced * (1 + 1 / p),
+        "activations": saved.blocks + saved.outside,
+        "logits or workspace": float(largest * param),
+    }
+    # At its widest part: what the block saves if that is computed again, the gradients of that part (half of
+    # what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
+    in_block = between | {"logits or workspace": again + saved.in_block / 4 + largest * param / 3}
+    # What has been computed again, and the gradients of the block before until they are laid out.
+    again_done = between | {"logits or workspace": again + largest * param}
+    at_loss = between | {
+        "activations": saved.blocks_at_loss + saved.outside,
+        "logits or workspace": tokens * model.vocab_size * _LOGIT_NBYTES,
+    }
+    if division.lean:
+        if division.reduction_share <= QUICK_SHARE:
+            in_block["reduce buffers"] = 0.0
+            again_done |= {"reduce buffers": 0.0, "logits or workspace": again}
+        at_loss["gathered units"] = min(arena, first_back)
+        at_loss["reduce buffers"] = 0.0
+        at_loss["gradients"] *= accumulates  # of earlier micro-steps
+    return Terms(
+        at_loss=at_loss,
+        in_block=in_block,
+        between_blocks=between,
+        computed_again=again_done,
+        host=saved.on_host,
+    )

@@ -1,0 +1,187 @@
+"""What is trained, on what, and how it is divided: the question that a prediction answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from mics.cost.auto import two_stages_pay
+from mics.cost.clusters import Cluster
+from mics.cost.collectives import Span
+from mics.cost.compute import Device
+from mics.cost.depth import MicroStep, reduction_share
+from mics.cost.memory import Division, Keeping, Terms, memory_terms
+from mics.cost.shapes import ModelShape, UnitShape
+
+_PARAM: Final = 2  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to train a model on a cluster."""
+
+    model: ModelShape
+    cluster: Cluster
+    partition_size: int
+    micro_batch: int
+    accumulation: int
+    activations: Keeping
+    wire_nbytes: int = 4
+    """Of a gradient on its way, in both hops."""
+    over_replicas: bool = True
+    prefetch: int | None = None
+    hierarchical: bool = True
+    """Gather in two stages where that pays, as the engine does."""
+    fused: bool = True
+    """Kernels of today; False: of 2021."""
+
+    @property
+    def num_replicas(self) -> int:
+        return self.cluster.world_size // self.partition_size
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-step on one rank."""
+        return self.micro_batch * self.model.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.tokens * self.accumulation * self.cluster.world_size
+
+    @cached_property
+    def device(self) -> Device:
+        return Device.of(self.cluster, fused=self.fused)
+
+    @cached_property
+    def partition(self) -> Span:
+        return span_of_group(self.cluster, self.partition_size)
+
+    @cached_property
+    def replication(self) -> Span:
+        p, k = self.partition_size, self.cluster.ranks_per_node
+        on_a_node = max(1, k // p)
+        replicas = self.num_replicas
+        return Span(
+            size=replicas, num_nodes=max(1, replicas // on_a_node), on_a_node=min(on_a_node, replicas)
+        )
+
+    @cached_property
+    def two_stage(self) -> bool:
+        """Whether units are gathered in two stages: as the engine decides it."""
+        if not self.hierarchical or self.partition.num_nodes == 1 or self.partition.on_a_node == 1:
+            return False
+        return two_stages_pay(self.cluster, self.partition, self.model.largest_numel * _PARAM)
+
+    @cached_property
+    def depth(self) -> int:
+        """Units gathered ahead: as the engine decides it."""
+        if self.prefetch is not None or self.partition_size == 1:
+            return self.prefetch or 1
+        return self._micro_step(self.model.without_repeats).depth(lean=self.activations.offload)
+
+    @cached_property
+    def stay_nbytes(self) -> int:
+        """Of units that stay gathered between their uses: as the engine decides it."""
+        if self.prefetch is not None or self.partition_size == 1 or self.activations.offload:
+            return 0
+        memory = self.cluster.memory_nbytes
+        step = self._micro_step([unit for unit in self.model.units if unit.numel])
+
+        def found(free: float) -> int:
+            return step.stay_nbytes(
+                wire_nbytes=self.wire_nbytes,
+                recomputes=self.activations.checkpoint,
+                memory_nbytes=memory,
+                free_nbytes=free,
+            )
+
+        return found(memory - self.need().peak) if found(memory) else 0
+
+    @property
+    def staying_share(self) -> float:
+        """Of the parameters."""
+        return self.stay_nbytes / (_PARAM * sum(unit.numel for unit in self.model.units))
+
+    def _micro_step(self, shapes: Sequence[UnitShape]) -> MicroStep:
+        units = dict(enumerate(shapes))
+        # The backward of a lookup needs no weights.
+        backward = [index for index in reversed(units) if units[index].kind != "embedding"]
+        return MicroStep(
+            cluster=self.cluster,
+            span=self.partition,
+            two_stage=self.two_stage,
+            order=[*units, *backward],
+            sizes={index: unit.numel * _PARAM for index, unit in units.items()},
+            numels={index: unit.numel for index, unit in units.items()},
+            rows=self.tokens,
+        )
+
+    @cached_property
+    def division(self) -> Division:
+        return replace(self._division, stay_nbytes=self.stay_nbytes)
+
+    @cached_property
+    def _division(self) -> Division:
+        """With nothing that stays."""
+        return Division(
+            partition_size=self.partition_size,
+            num_replicas=self.num_replicas,
+            over_replicas=self.over_replicas,
+            prefetch=self.depth,
+            num_reduce_buffers=2 if self.two_stage else 1,
+            lean=self.activations.offload,
+            reduction_share=reduction_share(
+                self.cluster,
+                self.partition,
+                numel=self.model.largest_numel,
+                nbytes=self.model.largest_numel * self.wire_nbytes,
+                rows=self.tokens,
+                two_stage=self.two_stage,
+            ),
+        )
+
+    def memory(self) -> Terms:
+        return self._memory(self.division)
+
+    def need(self) -> Terms:
+        """The same without units that stay: they take what is left."""
+        return self._memory(self._division)
+
+    def _memory(self, division: Division) -> Terms:
+        return memory_terms(
+            self.model, division, self.activations, self.tokens, accumulates=self.accumulation > 1
+        )
+
+
+def span_of_group(cluster: Cluster, size: int) -> Span:
+    """A group of consecutive ranks."""
+    k = cluster.ranks_per_node
+    if size <= k:
+        return Span(size=size, num_nodes=1, on_a_node=size)
+    return Span(size=size, num_nodes=-(-size // k), on_a_node=k if size % k == 0 else size % k)
+
+
+def partition_sizes(cluster: Cluster) -> list[int]:
+    """Divisors of a node, and whole nodes that divide the cluster."""
+    k, nodes = cluster.ranks_per_node, cluster.num_nodes
+    inside = [size for size in range(1, k + 1) if k % size == 0]
+    return inside + [k * count for count in range(2, nodes + 1) if nodes % count == 0]
+
+
+def fitting_partition(model: ModelShape, cluster: Cluster, *, memory_nbytes: float) -> int | None:
+    """The smallest partition size whose fixed terms leave half of the memory to activations."""
+    for size in partition_sizes(cluster):
+        setting = Setting(
+            model=model,
+            cluster=cluster,
+            partition_size=size,
+            micro_batch=1,
+            accumulation=1,
+            activations=Keeping(checkpoint=True),
+        )
+        if setting.need().fixed <= memory_nbytes / 2:
+            return size
+    return None

@@ -1,0 +1,175 @@
+"""One unit's shard of its gradients: its memory, what it holds, and what of it the optimizer sees."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from mics.comm.lanes import DONE, Ticket
+from mics.errors import MicsError
+from mics.guard import plainly
+from mics.sharding.contiguous import Reserved
+from mics.sharding.unit import Unit
+
+
+class GradState(enum.Enum):
+    """What the gradient shard holds. EMPTY -> PARTIAL (hop 1) -> REDUCED (hop 2) -> EMPTY (zero_grad).
+
+    More backwards after hop 2 lead from REDUCED back to PARTIAL.
+    """
+
+    EMPTY = enum.auto()
+    PARTIAL = enum.auto()
+    REDUCED = enum.auto()
+
+
+class UnitGradients:
+    """The sums of one unit's gradients on this rank."""
+
+    def __init__(self, unit: Unit, memory: Reserved) -> None:
+        self.unit = unit
+        self.state = GradState.EMPTY
+        self.used = [False] * len(unit.spec.refs)  # parameters with a gradient on this rank since zero_grad
+        self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
+        self._memory = memory
+        self._shard: Tensor | None = None  # [chunk_numel], made when it is first needed
+        self._own: Tensor | None = None  # the part of it that the masters cover
+        self._views: list[Tensor] = []  # of that part, for each of the unit's shards
+
+    def __del__(self) -> None:
+        """Let the computation wait for what lanes still do with this memory: others get it next."""
+        if self.unit.device.type == "cuda":
+            with suppress(Exception):  # the interpreter may be on its way out
+                self.ticket.wait()
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    def allocate(self) -> Tensor:
+        """The gradient shard: hop 1 adds every micro-step to it."""
+        if self._shard is None:
+            share, spec = self.unit.share, self.unit.spec
+            self._shard = self._memory.tensor()
+            self._own = share.own_of(spec, self._shard)
+            self._views = share.views_of(spec, self._own)
+        return self._shard
+
+    def release(self) -> None:
+        """Hold no memory until the next gradient comes. The user has cleared what there was."""
+        self.drop_cleared()
+        assert self.state is GradState.EMPTY, "there are gradients"
+        self.settle()
+        self._shard, self._own, self._views = None, None, []
+
+    @property
+    def shard(self) -> Tensor | None:
+        return self._shard
+
+    @property
+    def views(self) -> list[Tensor]:
+        """What the optimizer sees, for each of the unit's shards."""
+        return self._views
+
+    def step_gradient(self) -> Tensor:
+        """The part of the shard that the optimizer uses."""
+        assert self._own is not None
+        return self._own
+
+    def unique_gradient(self) -> Tensor:
+        """The piece of the reduced gradient that no other rank counts: norms add these up."""
+        assert self.state is GradState.REDUCED and self._shard is not None
+        return self._piece_of(self._shard)
+
+    # -- values -------------------------------------------------------------------------------------
+
+    def add(self, shard: Tensor, total: Tensor, scale: float, state: GradState) -> None:
+        """Add a micro-step's sum to what earlier ones left. On the lane of the reduction."""
+        if state is GradState.EMPTY:
+            if total.dtype is shard.dtype:
+                torch.mul(total, scale, out=shard)
+            else:
+                shard.copy_(total).mul_(scale)
+        else:
+            if state is GradState.REDUCED:
+                self._keep_one_copy(shard)
+            shard.add_(total, alpha=scale)
+
+    def add_local(self, index: int, gradient: Tensor) -> None:
+        """Add a gradient that the ranks computed for their own pieces alone: a penalty on parameters."""
+        self.drop_cleared()
+        if self.state is GradState.EMPTY:
+            self.allocate().zero_()
+            self.state = GradState.PARTIAL
+        self.settle()
+        assert self._shard is not None and self._own is not None
+        self.used[index] = True
+        share = self.unit.share
+        if self.state is GradState.PARTIAL and not share.masters_over_replicas:
+            # Hop 2 adds up what all replicas have: each gives its piece.
+            whole = torch.zeros_like(self._own)
+            share.views_of(self.unit.spec, whole)[index].copy_(gradient)
+            self._piece_of(self._shard).add_(self._piece_of(whole))
+        else:
+            self._views[index].add_(gradient)
+
+    def note_used(self, indices: Iterable[int]) -> None:
+        """This rank has gradients for these parameters."""
+        for index in indices:
+            self.used[index] = True
+
+    def settle(self) -> None:
+        """Wait for the lanes: from here on the caller may use the shard."""
+        self.ticket.wait()
+        self.ticket = DONE
+
+    def drop_cleared(self) -> None:
+        """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew."""
+        if self.state is GradState.EMPTY:
+            return
+        with plainly():
+            shown = any(shard.grad is not None for shard in self.unit.shards)
+            cleared = [
+                index
+                for index, shard in enumerate(self.unit.shards)
+                if shard.grad is None and shard.requires_grad
+            ]
+        if not shown:
+            self.state = GradState.EMPTY
+            self.used = [False] * len(self.used)
+        elif cleared:
+            assert self._shard is not None
+            self.settle()
+            layout = self.unit.spec.layout
+            span = self.unit.share.chunk_span(layout)
+            for index in cleared:
+                overlap = layout.slots[index].overlap(span)
+                self._shard[overlap.start - span.start : overlap.stop - span.start].zero_()
+                self.used[index] = False
+
+    def check_unhooked(self, index: int) -> None:
+        """Raise if the user hooked a parameter: autograd never sees shards, so the hook would not run."""
+        shard = self.unit.shards[index]
+        with plainly():
+            hooked = bool(shard._post_accumulate_grad_hooks or shard._backward_hooks)
+        if hooked:
+            raise MicsError(
+                f"{self.unit.spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
+                "found one, which "
+                "would never run; change gradients between backward and optimizer.step() instead"
+            )
+
+    # -- inside -------------------------------------------------------------------------------------
+
+    def _piece_of(self, chunk: Tensor) -> Tensor:
+        return self.unit.share.piece_of(self.unit.spec, chunk)
+
+    def _keep_one_copy(self, shard: Tensor) -> None:
+        """Before adding to a reduced gradient: leave it on one replica only, so that hop 2 counts it once."""
+        if self.unit.groups.replication.size == 1:
+            return
+        keep = self._piece_of(shard).clone()
+        shard.zero_()
+        self._piece_of(shard).copy_(keep)

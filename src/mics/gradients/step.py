@@ -1,0 +1,143 @@
+"""The order in which an optimizer step begins and ends, on shards.
+
+``optimizer.py`` calls it around every step of ``torch.optim``: gradients are summed over the world, ranks
+agree, the optimizer sees plain pieces and updates them, and the new values go to all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mics.comm.protocol import Collectives
+from mics.errors import MicsError
+from mics.gradients.agreement import Agreement, Check
+from mics.gradients.hops import Hops, batches_for_replicas
+from mics.gradients.shown import ShownGradients
+from mics.guard import ShardOwner, plainly
+from mics.schedule.events import Progress
+from mics.schedule.residency import Residency
+from mics.sharding.unit import Unit, refresh_together
+
+
+class Step:
+    """Optimizer steps of one sharded model."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        hops: Hops,
+        shown: ShownGradients,
+        agreement: Agreement,
+        residency: Residency,
+        progress: Progress,
+        owner: ShardOwner,
+        world: Collectives,
+        batch_nbytes: int = 0,
+        prefetches: bool = True,
+    ) -> None:
+        self.units = list(units)
+        self.owner = owner
+        self._hops = hops
+        self._shown = shown
+        self._agreement = agreement
+        self._residency = residency
+        self._progress = progress
+        self._world = world
+        self._batch_nbytes = batch_nbytes  # new values take units together up to this many bytes
+        self._prefetches = prefetches  # for the next forward
+        self._by_name = {
+            held.name: (unit, index) for unit in hops.units for index, held in enumerate(unit.spec.refs)
+        }
+        owner.synchronize, owner.agree_found_inf = self.synchronize, self._agree_found_inf
+        owner.take_gradient = self._take_gradient
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        """What has a look at every step."""
+        return self._agreement.checks
+
+    def synchronize(self) -> None:
+        """Sum gradients over the world, and let the ranks agree. Called by whatever needs them first."""
+        hops = self._hops
+        for unit in hops.units:
+            self._adopt_assigned(unit)
+        hops.reduce_left()
+        # Beside hop 2, which is waited for next.
+        found = self._ask_checks() if hops.fresh else None
+        hops.settle()
+        if hops.fresh:
+            hops.fresh = False
+            hops.num_changes += 1
+            self._agreement.exchange(found)
+
+    def any_rank_used(self, unit: Unit, index: int) -> bool:
+        """Whether a parameter got a gradient anywhere in the world, once synchronized."""
+        self._agreement.settle()
+        return self._agreement.used(unit, index)
+
+    def begin(self, members: Sequence[tuple[Unit, int]]) -> None:
+        """Show the optimizer plain pieces; no gradients for parameters that no rank used."""
+        if self._progress.suspended:
+            raise MicsError(
+                "optimizer.step() inside mics.summon_full_params: expected no step there, found one, whose "
+                "new values would be overwritten or not be seen; leave the context first"
+            )
+        self._shown.guard_again()
+        self.synchronize()
+        units = list({id(unit): unit for unit, _ in members}.values())
+        self._residency.reshard_waiting(units)  # their values are about to change
+        for unit in units:
+            unit.check_intact()
+            self._shown.of(unit).drop_cleared()
+        self._agreement.settle()
+        for unit, index in members:
+            self._shown.show_plain(unit, index, is_used=self._agreement.used(unit, index))
+
+    def end(self, members: Sequence[tuple[Unit, int]]) -> None:
+        """Guard the gradients again and bring the new values to all replicas."""
+        self.guard_again()
+        for check in self.checks:
+            check.count_step()
+        self._residency.end_step()
+        units = self._residency.forward_order({id(unit): unit for unit, _ in members}.values())
+        for batch in batches_for_replicas(units, self._batch_nbytes):
+            refresh_together(batch)
+        if self._prefetches:
+            self._residency.prefetch_first()
+
+    def guard_again(self) -> None:
+        """Put guarded gradients back in place of what an optimizer was shown."""
+        self._shown.guard_again()
+
+    def _adopt_assigned(self, unit: Unit) -> None:
+        assigned = self._shown.adopt_assigned(unit, self._hops.finish)
+        if assigned and not self._hops.fresh:
+            # Unless it is news to the ranks that a parameter has a gradient, they have agreed already.
+            self._hops.num_changes += 1
+            self._agreement.settle()
+            self._hops.fresh = not all(self._agreement.used(unit, index) for index in assigned)
+        self._shown.of(unit).note_used(assigned)
+
+    def _ask_checks(self) -> tuple[int, Exception] | None:
+        """The first check that has found something, by its number."""
+        found = [(number, check.at_boundary()) for number, check in enumerate(self.checks)]
+        return next(((number, error) for number, error in found if error is not None), None)
+
+    def _take_gradient(self, name: str, gradient: Tensor) -> None:
+        """A backward has come to this rank's piece of a parameter, outside of any forward (a penalty)."""
+        unit, index = self._by_name[name]
+        self._shown.guard_again()
+        with plainly(), torch.no_grad():
+            gradients = self._shown.of(unit)
+            gradients.note_used(self._shown.adopt_assigned(unit, self._hops.finish))
+            self._shown.leave_cleared(unit)
+            gradients.add_local(index, gradient)
+        self._shown.show(unit)
+        self._hops.note_change()
+
+    def _agree_found_inf(self, found_inf: Tensor) -> None:
+        self._world.all_reduce(found_inf, "the gradient scaler's overflow flag", maximum=True)

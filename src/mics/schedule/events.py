@@ -1,0 +1,67 @@
+"""What happens in a step, as values: ``autograd.py`` tells them, and the parts of the engine hear them."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from mics.schedule.sites import SharedInputs
+from mics.sharding.unit import Unit
+
+
+class What(enum.Enum):
+    """What happened. The first ones happen to the model, the others to one unit."""
+
+    FORWARD_BEGINS = enum.auto()
+    FORWARD_ENDS = enum.auto()
+    BACKWARD_BEGINS = enum.auto()
+    BACKWARD_ENDS = enum.auto()
+    BACKWARD_FAILED = enum.auto()
+    NEEDED = enum.auto()  # somebody is about to compute with the unit, in the forward or the backward
+    READ = enum.auto()  # for the first time without a call of its module: nobody will see when that is over
+    UNUSED = enum.auto()  # nobody computes with it any more
+    GRADIENTS_READY = enum.auto()  # backward has been through it
+    ENDS_UNSEEN = enum.auto()  # it is in use only because nobody saw its backward end
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened, and to which unit."""
+
+    what: What
+    unit: Unit | None = None
+    place: int | None = None
+    """NEEDED: where its forward had it (``WholeParameters.place``); None: wherever it may be."""
+
+
+Listener = Callable[[Event], None]
+
+
+class Events(defaultdict[What, list[Listener]]):
+    """Who hears of what, in the order in which they hear it."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+
+@dataclass(eq=False)
+class Progress:
+    """What the parts of an engine know in common of the step under way."""
+
+    suspended: bool = False  # while parameters are summoned
+    more_to_come: bool = False  # another micro-step follows with these parameters
+    announced: bool = False  # the micro-step under way is the last one before the optimizer
+    num_steps: int = 0  # optimizer steps
+    rows: int = 0  # the most rows that a unit's forward has multiplied its matrices with
+    counts_rows: bool = True
+    num_waiting: int = 0  # calls since the last optimizer step that no backward has come to yet
+    waiting: Counter[int] = field(default_factory=Counter)  # the same by unit index
+    shared_inputs: SharedInputs = field(default_factory=SharedInputs)
+
+    def count_waiting(self, units: Iterable[Unit], change: int) -> None:
+        """A call that needs ``units`` waits for its backward, or not any more."""
+        self.num_waiting += change
+        for unit in units:
+            self.waiting[unit.spec.index] += change

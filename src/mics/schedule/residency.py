@@ -1,0 +1,357 @@
+"""Gathers, keeps and reshards units, as the recorded order (layout/order.py) says. Nothing else does.
+
+::
+
+    SHARDED --prefetch--> GATHERING --use--> GATHERED
+       ^                   |     ^              |
+       +-----reshard-------+     +-----keep-----+
+
+GATHERING is in flight, or there and waiting for its next use. A unit is prefetched ahead of its use, used,
+and resharded when nobody computes with it any more; or kept, if the recorded order (layout/order.py) says
+that it is needed again soon enough. Two questions are answered from that order:
+
+- Where does its memory come from? From its home in the arena while an order is followed that homes were
+  planned for, otherwise memory of its own. ``low memory`` has no arena.
+- When does it go? After this use; at the turn from forward to backward, after the turn; with units that stay
+  (``Prefetch.stay_nbytes``) after the last micro-step that was announced.
+
+Everything follows from events (events.py) in their order, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mics.comm.lanes import DONE
+from mics.comm.world import UnitGroups
+from mics.errors import MicsError
+from mics.layout.order import Batch, Plans
+from mics.schedule.arena import Arena
+from mics.schedule.events import Event, Events, Progress, What
+from mics.schedule.log import GATHERED, PREFETCHED, StepLog
+from mics.sharding.spec import label_of
+from mics.sharding.unit import State, Unit, refresh_together
+
+_MAX_DEFERRED = 2  # optimizer steps
+_TRANSITIONS = {
+    (State.SHARDED, State.GATHERING),  # prefetch
+    (State.GATHERING, State.GATHERED),  # use
+    (State.GATHERED, State.GATHERING),  # keep
+    (State.GATHERING, State.SHARDED),  # reshard
+}
+
+
+class Transitions:
+    """Every way from one state to another, each in one method."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.event: Event | None = None  # what is being answered
+        self._refreshes = {unit.spec.index: 0 for unit in units}  # ``num_refreshes`` of the values in memory
+
+    def prefetch(self, units: Sequence[Unit]) -> list[Unit]:
+        """SHARDED to GATHERING, by one collective, as far as there are places for them: which."""
+        found = []
+        for unit in units:
+            if unit.state is not State.SHARDED:
+                continue
+            if unit.masters_changed():
+                refresh_together([unit])
+            if unit.whole.is_free:
+                unit.whole.acquire()
+                found.append(unit)
+        for groups in dict.fromkeys(unit.groups for unit in found):
+            _gather([unit for unit in found if unit.groups is groups], groups)
+        for unit in found:
+            self._refreshes[unit.spec.index] = unit.num_refreshes
+            self._move(unit, State.GATHERING)
+        return found
+
+    def use(self, unit: Unit) -> None:
+        """GATHERING to GATHERED; prefetched at the last moment if it was not before."""
+        if unit.is_waiting and self.is_stale(unit):
+            self.reshard(unit)
+        if unit.state is State.SHARDED:
+            self.prefetch([unit])
+        assert unit.is_waiting, f"{unit.spec.label}: its place is taken ({self.event})"
+        unit.gathered_at.wait()
+        unit.gathered_at = DONE
+        unit.show_whole()
+        self._move(unit, State.GATHERED)
+
+    def is_stale(self, unit: Unit) -> bool:
+        """Whether values have changed since they were sent for."""
+        return unit.masters_changed() or self._refreshes[unit.spec.index] != unit.num_refreshes
+
+    def keep(self, unit: Unit) -> None:
+        """GATHERED to GATHERING: it is needed again soon."""
+        self._move(unit, State.GATHERING)
+        try:
+            unit.show_shards()
+        except MicsError:
+            self.reshard(unit)  # nobody may find what was written
+            raise
+
+    def reshard(self, unit: Unit) -> None:
+        """GATHERING to SHARDED, from GATHERED by way of GATHERING: its memory is free."""
+        if unit.gathered:
+            self.keep(unit)
+        if unit.is_waiting:
+            unit.gathered_at.wait()
+            unit.gathered_at = DONE
+            unit.whole.release()
+            self._move(unit, State.SHARDED)
+
+    def _move(self, unit: Unit, to: State) -> None:
+        assert (unit.state, to) in _TRANSITIONS, f"{unit.spec.label}: {unit.state} to {to} ({self.event})"
+        unit.state = to
+
+
+class Residency:
+    """Decides from events when units move, and where to."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        events: Events,
+        plans: Plans,
+        progress: Progress,
+        log: StepLog,
+        low_memory: bool = False,
+        edits_show: bool = False,
+    ) -> None:
+        self.units = list(units)
+        self.plans = plans
+        self.arena = Arena([] if low_memory else self.units)
+        self._progress = progress
+        self._log = log
+        self._low_memory = low_memory
+        self._edits_show = edits_show  # masters are gathered as they are, whoever wrote to them
+        self._moves = Transitions(self.units)
+        self._by_index = {unit.spec.index: unit for unit in self.units}
+        self._in_forward = self._in_backward = False
+        self._has_turned = False  # a backward has come since the forward began
+        self._num_deferred = 0  # times that homes were to be given and backwards were still to come
+        events[What.FORWARD_BEGINS].append(self._begin_forward)
+        events[What.FORWARD_ENDS].append(self._end_forward)
+        events[What.BACKWARD_BEGINS].append(self._begin_backward)
+        events[What.BACKWARD_ENDS].append(self._end_backward)
+        events[What.BACKWARD_FAILED].append(self._fail_backward)
+        events[What.NEEDED].append(self._need)
+        events[What.READ].append(self._read)
+        events[What.UNUSED].append(self._release)
+        events[What.ENDS_UNSEEN].append(self._set_apart)
+
+    # -- the model's forward and backward -----------------------------------------------------------
+
+    def _begin_forward(self, event: Event) -> None:
+        self._moves.event, self._in_forward = event, True
+        self._finish_order()
+        # Reshard what was prefetched and not needed after all (an evaluation has no backward). What an
+        # evaluation kept may have been edited since, in a way that nobody notices (``.data``) or that only
+        # some ranks do. Between micro-steps values stay.
+        has_turned, self._has_turned = self._has_turned, False
+        first = self.plans.first_units() if has_turned or not self._edits_show else frozenset()
+        for unit in self.units:
+            is_next = unit.spec.index in first or (has_turned and self._stays(unit))
+            if unit.is_waiting and (not is_next or self._moves.is_stale(unit)):
+                self._moves.reshard(unit)
+
+    def _end_forward(self, event: Event) -> None:
+        self._in_forward = False
+
+    def _begin_backward(self, event: Event) -> None:
+        self._in_backward = self._has_turned = True
+
+    def _end_backward(self, event: Event) -> None:
+        self._moves.event, self._in_backward = event, False
+        if self._progress.more_to_come:
+            self.prefetch_first()
+        else:
+            self.reshard_waiting()  # backward did not need them (a lookup), and their values may change now
+
+    def _fail_backward(self, event: Event) -> None:
+        self._moves.event, self._in_backward = event, False
+        self.plans.forget_current()
+        self.arena.forget_current()
+        for unit in self.units:
+            self._moves.reshard(unit)
+
+    def _finish_order(self) -> None:
+        """What the forward and the backward since the last one needed is known."""
+        for unit in self._progress.shared_inputs.take_units():
+            # This backward may not have come to it, and the next may: a loss that begins later, of a tower.
+            self.arena.set_apart(unit)
+        if self.arena.gives_up:
+            for unit in self.units:
+                self._moves.reshard(unit)
+        self.arena.finish(self.plans.begin())
+
+    # -- one unit -----------------------------------------------------------------------------------
+
+    def _need(self, event: Event) -> None:
+        unit = event.unit
+        assert unit is not None
+        self._moves.event = event
+        if event.place is not None:
+            self._return_to(unit, event.place)
+        if unit.gathered:
+            return
+        self._log.note(unit.spec.index, GATHERED)
+        upcoming = self.plans.advance(unit.spec.index, in_backward=self._in_backward)
+        if not self._in_backward:
+            self._choose_place(unit)
+        if unit.whole.at_home and not self._make_room(unit):
+            self.arena.give_up()
+            raise MicsError(
+                f"{unit.spec.label} is needed while another unit is in its place: backward uses modules "
+                "together that it never did since places in memory were planned. Places are given up: "
+                "run this step again, from zero_grad() on, and it will go through"
+            )
+        self._moves.use(unit)
+        self.arena.note(unit, needed=True)
+        # After the unit itself: it is needed now, they are not.
+        self._prefetch_batches(upcoming)
+        if self._progress.more_to_come and self.plans.at_end:
+            self.prefetch_first()
+
+    def _read(self, event: Event) -> None:
+        """No call says where it was in the forward: it is always gathered in memory of its own."""
+        assert event.unit is not None
+        self._moves.event = event
+        self.arena.leave_out(event.unit)
+        self._live(event.unit, at_home=False)
+
+    def _release(self, event: Event) -> None:
+        unit = event.unit
+        assert unit is not None
+        self._moves.event = event
+        stays, index = self._stays(unit), unit.spec.index
+        if not self._in_backward and (stays or self.plans.keeps(index)):
+            self._moves.keep(unit)  # the last units of a forward are the first of the backward
+        elif self._progress.more_to_come and (stays or self.plans.begins_next(index)):
+            self._moves.keep(unit)  # with the same values
+        else:
+            self.arena.note(unit, needed=False)
+            self._moves.reshard(unit)
+
+    def _set_apart(self, event: Event) -> None:
+        assert event.unit is not None
+        self.arena.set_apart(event.unit)
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether ``unit`` has a home of its own, in which it waits for its next use."""
+        return unit.whole.at_home and self.plans.stays(unit.spec.index)
+
+    # -- around an optimizer step -------------------------------------------------------------------
+
+    def reshard_waiting(self, units: Iterable[Unit] | None = None) -> None:
+        """Reshard what waits for its use, of ``units`` or of all: values are about to change."""
+        for unit in self.units if units is None else units:
+            if unit.is_waiting:
+                self._moves.reshard(unit)
+
+    def end_step(self) -> None:
+        """Give units their homes once an order has settled, and again when another has.
+
+        Deferred while a backward is still to come: tensors that it saved are at the old addresses.
+        """
+        # By counting calls, not by looking at who still holds a graph: all ranks must come to one answer.
+        progress = self._progress
+        num_waiting = progress.num_waiting
+        progress.num_waiting = 0
+        progress.waiting.clear()
+        progress.num_steps += 1
+        progress.counts_rows = self._low_memory or not self.plans.is_final
+        is_busy = self._in_backward or self._in_forward
+        if is_busy or not self.plans.is_final or self.plans.prefetch.units == 0:
+            return
+        self._finish_order()
+        if not self.arena.wants_planning():
+            return
+        # Outputs that no loss is made of never see a backward. One that comes all the same is refused.
+        if num_waiting and self._num_deferred < _MAX_DEFERRED:
+            self._num_deferred += 1
+            return
+        self._num_deferred = 0
+        self.reshard_waiting()
+        self.arena.give_homes()
+
+    def prefetch_first(self) -> None:
+        """Prefetch the units that a forward like the last one needs first."""
+        self._prefetch_batches(self.plans.first())
+
+    def forward_order(self, units: Iterable[Unit]) -> list[Unit]:
+        """``units`` in the order in which the last forward needed them."""
+        order = {index: position for position, index in reversed(list(enumerate(self.plans.latest())))}
+        return sorted(units, key=lambda unit: order.get(unit.spec.index, len(order)))
+
+    # -- places -------------------------------------------------------------------------------------
+
+    def _choose_place(self, unit: Unit) -> None:
+        """At home while an order is followed that homes were planned for, unless somebody is there."""
+        if not unit.whole.has_home:
+            return
+        at_home = self.arena.expects(unit) and self._make_room(unit)
+        # A backward that is still to come finds its tensors where they were.
+        if not self._progress.waiting[unit.spec.index]:
+            self._live(unit, at_home=at_home)
+
+    def _return_to(self, unit: Unit, place: int) -> None:
+        """Have ``unit`` where it was in the forward that backward comes to."""
+        if place and place != unit.whole.home_number:
+            raise MicsError(
+                f"backward through {unit.spec.label}: expected a forward of since the units were given their "
+                "places in memory (after the first optimizer steps, and when the order of modules changes), "
+                "found an older one; run forward again"
+            )
+        if unit.whole.place != place and unit.gathered:
+            raise MicsError(
+                f"backward through {unit.spec.label}: expected it where its forward had it, found it "
+                "elsewhere for another forward; run backward after each forward while the order in which "
+                "modules are used still changes"
+            )
+        self._live(unit, at_home=bool(place))
+
+    def _live(self, unit: Unit, *, at_home: bool) -> None:
+        if at_home != unit.whole.at_home:
+            self._moves.reshard(unit)
+            unit.whole.use_place(at_home=at_home)
+
+    def _prefetch_batches(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            for unit in self._moves.prefetch([self._by_index[index] for index in batch]):
+                self._log.note(unit.spec.index, PREFETCHED)
+
+    def _make_room(self, unit: Unit) -> bool:
+        """Have its home to itself, but for units that are in use; whether that is so."""
+        for other in self.arena.neighbours(unit):
+            if other.is_waiting and other.whole.at_home:
+                self._moves.reshard(other)  # it was prefetched too early
+        return unit.whole.home_is_free
+
+
+def _cast(casts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Bring masters to where their gather begins. On its lane."""
+    torch._foreach_copy_([chunk for chunk, _ in casts], [master for _, master in casts])
+
+
+def _gather(units: Sequence[Unit], groups: UnitGroups) -> None:
+    """Have the values of ``units`` come, by one collective of their groups."""
+    if not units[0].whole.is_own:  # one rank a group, whose shard is the whole unit
+        for unit in units:
+            unit.gathered_at = unit.refreshed_at
+        return
+    casts = [pair for unit in units if (pair := unit.cast_pair()) is not None]
+    ticket = groups.gather.gather_together(
+        [unit.gather_pair() for unit in units],
+        label_of([unit.spec for unit in units]),
+        prepare=partial(_cast, casts) if casts else None,
+        after=tuple(unit.refreshed_at for unit in units),
+    )
+    for unit in units:
+        unit.gathered_at = ticket

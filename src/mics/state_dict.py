@@ -1,0 +1,347 @@
+"""Whole tensors out of and into a sharded model: state dicts, gradients, summoned parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from weakref import ref
+from zlib import crc32
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mics.comm.journal import calling, collective_call, in_call, name_ranks
+from mics.engine import Engine, engines_of, units_of
+from mics.errors import SettingsError
+from mics.gradients.shards import GradState, UnitGradients
+from mics.guard import Layout, ShardTensor, run_plainly
+from mics.sharding.held import ParameterTable
+from mics.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_NUM_SAMPLED: Final = 1024  # elements of a tensor that tell it from another
+
+
+@collective_call
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
+    """The model's state dict with whole tensors, parameters in master precision.
+
+    All ranks must call it. With ``rank0_only`` the other ranks get an empty dict; no rank holds more than
+    one gathered unit besides its result.
+    """
+    units = units_of(model)
+    keep = engines_of(model)[0].world.rank == 0 or not rank0_only
+    whole: dict[int, Tensor] = {}
+    for unit in units:
+        flat = unit.full_of_masters(unit.master)
+        if keep:
+            for index, value in enumerate(_split(unit, flat)):
+                whole[id(unit.shards[index])] = value.cpu() if cpu else value.clone()
+    if not keep:
+        return {}
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            found = whole.get(id(value))
+            state[name] = found if found is not None else _copied(value, cpu=cpu)
+        else:
+            state[name] = value  # what a module's get_extra_state returned
+    return state
+
+
+@collective_call
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
+) -> Any:
+    """Load whole tensors into a sharded model. Ranks other than 0 may pass None: rank 0 then sends its own.
+
+    ``model.load_state_dict(full)`` does the same where every rank has the whole dict.
+    """
+    engine = engines_of(model)[0]
+    given = engine.world.gather_objects(state_dict is not None)
+    if not given[0]:
+        raise SettingsError("load_full_state_dict: expected rank 0 to pass a state dict, found None")
+    if all(given):
+        assert state_dict is not None
+        return model.load_state_dict(dict(state_dict), strict=strict)
+    return model.load_state_dict(_receive(model, engine, state_dict), strict=strict)
+
+
+@collective_call
+def full_gradients(
+    model: nn.Module, *, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, Tensor | None]:
+    """Whole gradients by parameter name, averaged over all ranks; None where there is none."""
+    names = _names(model)
+    grads: dict[str, Tensor | None] = {}
+    for engine in engines_of(model):
+        engine.step.synchronize()
+        keep = engine.world.rank == 0 or not rank0_only
+        for shard, value in _full_gradients(engine):
+            if keep and id(shard) in names:
+                grads[names[id(shard)]] = None if value is None else _copied(value, cpu=cpu)
+    return grads
+
+
+def _full_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    units = engine.hops.units
+    for unit in units:
+        engine.shown.of(unit).drop_cleared()
+    # A rank without a part of a unit shows its optimizer no gradients, and has none after the step.
+    found = engine.world.gather_objects([engine.shown.of(unit).state is GradState.REDUCED for unit in units])
+    for unit, *present in zip(units, *found, strict=True):
+        flat = unit.full_of_masters(_step_gradient(engine.shown.of(unit))) if any(present) else None
+        values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
+        for index, (shard, value) in enumerate(zip(unit.shards, values, strict=True)):
+            hidden = value is None or not engine.step.any_rank_used(unit, index)
+            yield shard, None if hidden else value
+
+
+def _step_gradient(gradients: UnitGradients) -> Tensor:
+    if gradients.state is GradState.REDUCED:
+        return gradients.step_gradient()
+    return torch.zeros_like(gradients.unit.master, dtype=gradients.unit.spec.grad_dtype)
+
+
+@run_plainly
+@collective_call
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Whole optimizer state by parameter name: tensors shaped like the parameter, scalars as they are."""
+    names = _names(model)
+    world = engines_of(model)[0].world
+    keep = world.rank == 0 or not rank0_only
+    result: dict[str, dict[str, Any]] = {}
+    units = [unit for unit in units_of(model) if unit.spec.trainable]
+    states = [[optimizer.state.get(shard, {}) for shard in unit.shards] for unit in units]
+    # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
+    described = [
+        [_describe(state, shard) for state, shard in zip(own, unit.shards, strict=True)]
+        for unit, own in zip(units, states, strict=True)
+    ]
+    everywhere = world.gather_objects(described)
+    for number, (unit, own) in enumerate(zip(units, states, strict=True)):
+        found = [_merged(entries) for entries in zip(*(ranks[number] for ranks in everywhere), strict=True)]
+        for key in sorted({key for entry in found for key, kind in entry.items() if kind is SHARDED}):
+            local = torch.zeros_like(unit.master)
+            for state, view in zip(own, unit.views_of(local), strict=True):
+                if key in state:
+                    view.copy_(state[key])
+            whole = _split(unit, unit.full_of_masters(local))
+            for entry, value in zip(found, whole, strict=True):
+                if keep and entry.get(key) is SHARDED:
+                    entry[key] = value.cpu() if cpu else value.clone()
+        for shard, entry in zip(unit.shards, found, strict=True):
+            if keep and entry and id(shard) in names:
+                result[names[id(shard)]] = entry
+    return result
+
+
+@contextmanager
+def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
+    """Inside this context modules hold whole parameters, in master precision, on every rank.
+
+    With ``write`` the changes made inside are kept: those of rank 0 (initialisers draw from each rank's own
+    random numbers). Forwards inside need ``torch.no_grad()``. All ranks must enter it.
+    """
+    units, parts = units_of(model), [engine.progress for engine in engines_of(model)]
+    if any(progress.suspended for progress in parts):
+        raise SettingsError(
+            "mics.summon_full_params: expected a sharded model, found one whose parameters are "
+            "whole already; "
+            "do not nest it"
+        )
+    with calling("mics.summon_full_params"):
+        flats = [unit.full_of_masters(unit.master) for unit in units]
+    for progress in parts:
+        progress.suspended = True
+    try:
+        for unit, flat in zip(units, flats, strict=True):
+            unit.held.show([nn.Parameter(value, requires_grad=False) for value in _split(unit, flat)])
+        yield model
+    finally:
+        for progress in parts:
+            progress.suspended = False
+        for unit in units:
+            unit.held.show(unit.shards)
+    if write:
+        world = engines_of(model)[0].mesh.world
+        for unit, flat in zip(units, flats, strict=True):
+            world.broadcast(flat, f"written {unit.spec.label}")
+            unit.load(flat)
+
+
+def summon(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[nn.Module]:
+    """Earlier name of :func:`summon_full_params`."""
+    return summon_full_params(model, write=writeback)
+
+
+def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
+    """The number of elements of the whole model's parameters, tied ones once. Nothing is communicated."""
+    return sum(param.numel() for param in model.parameters() if param.requires_grad or not only_trainable)
+
+
+def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a module loads its state: whole tensors become this rank's part of them."""
+    table = module._parameters
+    for attribute, unit in table.units.items() if isinstance(table, ParameterTable) else ():
+        value = state_dict.get(prefix + attribute)
+        if not isinstance(value, Tensor):
+            continue
+        index = next(i for i, held in enumerate(unit.spec.refs) if (module, attribute) in held.places)
+        slot, shard = unit.spec.layout.slots[index], unit.shards[index]
+        if isinstance(value, ShardTensor):
+            _check_piece(prefix + attribute, value, unit.layouts[index])
+        elif tuple(value.shape) == slot.shape:
+            layout = unit.layouts[index]
+            if _is_dtensor(value):  # of FSDP2, say: all ranks load the same names in turn
+                own = layout.own_part_of(value.full_tensor()).clone()  # frees the whole one
+            else:
+                own = layout.own_part_of(value)
+            state_dict[prefix + attribute] = ShardTensor.guard(own, layout, shard.shard_owner)
+        else:
+            raise SettingsError(
+                f"{prefix + attribute}: expected the whole tensor of shape {slot.shape}, found "
+                f"{tuple(value.shape)}; is this the state of another model, or one rank's piece of it? "
+                "mics.full_state_dict(model) has whole tensors, and mics.load(path, model) reads "
+                "what mics.save wrote"
+            )
+
+
+def agree_on_full(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a sharded model loads its state: raise unless all ranks load the same whole tensors."""
+    world = engines_of(model)[0].world
+    found = {
+        key.removeprefix(prefix): _sample(value)
+        for key, value in state_dict.items()
+        if key.startswith(prefix)
+        and isinstance(value, Tensor)
+        and not isinstance(value, ShardTensor)
+        and not _is_dtensor(value)
+    }
+    with calling("load_state_dict"):
+        if len(set(world.gather_objects(crc32(repr(sorted(found.items())).encode())))) == 1:
+            return
+        by_rank = world.gather_objects(found)
+    name = next(name for name in sorted(set().union(*by_rank)) if len({f.get(name) for f in by_rank}) > 1)
+    without = [rank for rank, values in enumerate(by_rank) if name not in values]
+    raise SettingsError(
+        "load_state_dict of a sharded model: expected the same whole tensors on every rank, found "
+        + (f"{name!r} missing on {name_ranks(without)}" if without else f"another {name!r} on some ranks")
+        + "; load the same file on all ranks, take mics.full_state_dict(model, rank0_only=False), or call "
+        "mics.load_full_state_dict(model, state), which sends what rank 0 has to the others"
+    )
+
+
+def _sample(value: Tensor) -> tuple[Any, ...]:
+    """What tells one tensor from another: its shape, its format and some of its elements."""
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _NUM_SAMPLED)].contiguous().cpu()
+    return tuple(value.shape), str(value.dtype), crc32(some.view(torch.uint8).numpy().tobytes())
+
+
+def _check_piece(name: str, value: ShardTensor, layout: Layout) -> None:
+    if value.shard_layout != layout:
+        raise SettingsError(
+            f"{name}: expected the whole tensor or the piece of it that this rank has, found a "
+            f"piece with other "
+            "elements; pass mics.full_state_dict(model), or shard both models with the same settings"
+        )
+
+
+@run_plainly
+def _receive(model: nn.Module, engine: Engine, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Rank 0's state dict on every rank, already cut to shards: one unit at a time is whole."""
+    names = engine.world.gather_objects(None if state_dict is None else list(state_dict))[0]
+    received: dict[str, Any] = {}
+    tied: dict[int, str] = {}
+    by_shard = {id(shard): (unit, i) for unit in units_of(model) for i, shard in enumerate(unit.shards)}
+    current = model.state_dict(keep_vars=True)
+    for name in names:
+        target = current.get(name)
+        if not isinstance(target, Tensor):
+            everyone = engine.world.gather_objects(state_dict[name] if state_dict is not None else None)
+            received[name] = everyone[0]
+            continue
+        if id(target) in tied:
+            received[name] = received[tied[id(target)]]
+            continue
+        tied[id(target)] = name
+        unit, index = by_shard.get(id(target), (None, -1))
+        slot = None if unit is None else unit.spec.layout.slots[index]
+        whole = torch.empty(
+            tuple(target.shape) if slot is None else slot.shape, dtype=target.dtype, device=target.device
+        )
+        if state_dict is not None:
+            _check_shape(name, state_dict[name], whole)
+            whole.copy_(state_dict[name])
+        engine.mesh.world.broadcast(whole, in_call(f"state {name!r}"))
+        if unit is not None and slot is not None:
+            layout = unit.layouts[index]
+            whole = ShardTensor.guard(layout.own_part_of(whole).clone(), layout, ref(engine.step.owner))
+        received[name] = whole
+    return received
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """What the model calls each of its parameters now, by id: it may have been changed since."""
+    return {id(param): name for name, param in model.named_parameters()}
+
+
+def _check_shape(name: str, value: Tensor, whole: Tensor) -> None:
+    if value.shape != whole.shape:
+        raise SettingsError(
+            f"{name}: expected a tensor of shape {tuple(whole.shape)}, found {tuple(value.shape)}; "
+            "is this the state of another model?"
+        )
+
+
+class _Sharded(Enum):
+    """Stands for a tensor of which each rank has a part."""
+
+    SHARDED = "sharded"
+
+
+SHARDED = _Sharded.SHARDED
+
+
+def _describe(state: Mapping[str, Any], shard: Tensor) -> dict[str, Any]:
+    """Each entry of a parameter's optimizer state: SHARDED, or its value where all ranks have the same."""
+    return {
+        key: SHARDED
+        if isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0
+        else _host(value)
+        for key, value in state.items()
+        if shard.numel() > 0  # state that some optimizers make for every parameter, and never step here
+    }
+
+
+def _merged(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What any rank has of one parameter's state."""
+    return {key: value for one in descriptions for key, value in one.items()}
+
+
+def _host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _copied(value: Tensor, *, cpu: bool) -> Tensor:
+    return value.detach().cpu().clone() if cpu else value.detach().clone()
+
+
+def _split(unit: Unit, flat: Tensor) -> list[Tensor]:
+    return [flat[slot.start : slot.stop].view(slot.shape) for slot in unit.spec.layout.slots]
+
+
+def _is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether it is one: then its module, which takes a second to load, is loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

@@ -1,0 +1,29 @@
+"""What `make test` leaves to `make test-all`.
+
+A test with the marker `full` runs in `make test-all` alone. Tests that try one thing in several layouts, one
+after the other, take `some` of them: all in `make test-all`; in `make test`, which is `pytest --quick`, as
+many as they ask for. Which ones follows from the name of the test: over many tests all layouts occur, and
+each run has the same. The test itself must ask: ranks do not know.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+quick = False
+"""Whether this is a run of `make test`; set from the option `--quick`."""
+
+
+def some(items: Sequence[T], num: int = 1) -> list[T]:
+    """All of `items`, or in a quick run `num` of them, which this test has in every such run."""
+    if not quick or num >= len(items):
+        return list(items)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # without the phase
+    first = zlib.crc32(test.encode())
+    chosen = {(first + number) % len(items) for number in range(num)}
+    return [item for index, item in enumerate(items) if index in chosen]
