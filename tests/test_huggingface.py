@@ -93,7 +93,9 @@ def _t5() -> nn.Module:
 
 def _checkpointed_gpt2(reentrant: bool) -> nn.Module:
     model = _gpt2()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    # The second name came with transformers 5.23, which warns of the first.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
     return model
 
 
