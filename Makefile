@@ -27,11 +27,11 @@ $(READY): pyproject.toml scripts/setup_env.sh
 demo: $(READY)  ## train a small model on this machine and draw the run (about a minute)
 	@$(BIN)/mics train $(ARGS)
 
-test: $(READY)  ## every mechanism, with the grids thinned (9 minutes on two cores); GPU tests skip without one
-	@$(BIN)/python -m pytest --quick $(ARGS)
+test: $(READY)  ## every mechanism, with the grids thinned (6 minutes on two cores); GPU tests skip without one
+	@$(BIN)/python -m pytest --quick -n auto $(ARGS)
 
-test-all: $(READY)  ## every test (about 20 minutes on two cores)
-	@$(BIN)/python -m pytest $(ARGS)
+test-all: $(READY)  ## every test (about 17 minutes on two cores)
+	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(READY)  ## style, types and import order
 	@$(BIN)/ruff check .

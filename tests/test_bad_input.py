@@ -420,7 +420,8 @@ def _train_differently(partition_size: int, batch: Any, build: Any) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("partition_size", [pytest.param(1, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("partition_size", [1, 4])
+@pytest.mark.full
 def test_ranks_that_call_different_units(partition_size: int) -> None:
     """A block skipped on some ranks only: an error on every rank within the timeout, never a hang."""
     with RankPool(4, timeout_s=3.0) as pool:

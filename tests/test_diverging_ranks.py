@@ -121,11 +121,10 @@ CALLS = [
 ]
 SIZES = [1, 2, 4]
 QUICK = {
-    ("skip", 4),
     ("save", 4),
     ("full_state_dict", 1),
     ("clip_grad_norm_", 2),
-    *(("evaluate", size) for size in (1, 4)),
+    ("evaluate", 1),
 }
 
 

@@ -52,7 +52,7 @@ def _end(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "moment", "victim", "partition_size"),
     [
-        ("kill", "forward", 1, 2),
+        pytest.param("kill", "forward", 1, 2, marks=pytest.mark.full),
         pytest.param("exit", "backward", 2, 4, marks=pytest.mark.full),
         ("kill", "boundary", 3, 1),
     ],
@@ -81,6 +81,7 @@ def test_a_dead_rank_is_named(how: str, moment: str, victim: int, partition_size
             assert any(kind in answer.error.message for kind in kinds), answer.error.message
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_makes_the_others_fail() -> None:
     """One rank raises and stays alive without going on: the others end at the timeout with an error."""
     with RankPool(2, timeout_s=4.0) as pool:

@@ -107,7 +107,7 @@ def test_operators_on_pieces_answer_for_the_whole(starts: tuple[int, ...]) -> No
             continue
         expected = _answer(operator, rest, whole.clone())
         ranks = _Ranks(len(starts))
-        owner = ShardOwner(world=ranks, device=torch.device("cpu"))  # type: ignore[arg-type]
+        owner = ShardOwner(members=ranks, device=torch.device("cpu"))  # type: ignore[arg-type]
         pieces = _pieces(whole, owner, starts)
         for _ in range(4):  # until every rank has heard what the others give
             found = []
@@ -139,7 +139,7 @@ def test_many_operators_are_tried_and_many_answered() -> None:
     assert len(OPERATORS) > 300
     piece = torch.randn(SHAPE)
     ranks = _Ranks(1)
-    owner = ShardOwner(world=ranks, device=torch.device("cpu"))  # type: ignore[arg-type]
+    owner = ShardOwner(members=ranks, device=torch.device("cpu"))  # type: ignore[arg-type]
     (guarded,) = _pieces(piece, owner, (0,))
     answered = sum(_answer(operator, rest, guarded)[0] == "answer" for operator, rest in OPERATORS)
     assert answered > 100

@@ -341,7 +341,8 @@ def _lending(share: float | None, partition_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "partition_size"), [(4, 4), (4, 2), pytest.param(6, 3, marks=pytest.mark.full)]
+    ("world_size", "partition_size"),
+    [(4, 4), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in [(4, 2), (6, 3)])],
 )
 def test_lent_buffers_give_the_same_bits(world_size: int, partition_size: int) -> None:
     """Over two nodes in two stages, with replicas, with accumulation, and chunks of uneven parameters."""

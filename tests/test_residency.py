@@ -168,7 +168,8 @@ class Program:
         self.uses: Counter[int] = Counter()
 
     def tell(self, what: What, unit: int | None = None, place: int | None = None) -> None:
-        event = Event(what, None if unit is None else self.units[unit], place)
+        units = self.units if what in (What.STEP_BEGINS, What.STEP_ENDS, What.REFRESHED) else ()
+        event = Event(what, None if unit is None else self.units[unit], units, place)
         for hear in self.events[what]:
             hear(event)
         self.look()
@@ -282,12 +283,11 @@ class Program:
         return done
 
     def step(self) -> None:
-        self.residency.reshard_waiting()
+        self.tell(What.STEP_BEGINS)
         for unit in self.units:
             unit.num_refreshes += 1
-        self.residency.end_step()
-        self.residency.prefetch_first()
-        self.look()
+        self.tell(What.STEP_ENDS)
+        self.tell(What.REFRESHED)
 
 
 def _chain(count: int) -> tuple[Call, ...]:

@@ -120,6 +120,7 @@ def _several_orders(stay_nbytes: int) -> tuple[list[float], int]:
     return losses, mics.memory(model, show=False)["gathered units"].measured or 0
 
 
+@pytest.mark.full
 def test_several_orders_share_what_stays() -> None:
     """The arena grows by no more than was asked for, and nobody waits with old values."""
     unit_nbytes, home_nbytes = 300, 512  # at most, of a block

@@ -24,6 +24,7 @@ from mics.gradients.shown import ShownGradients
 from mics.gradients.step import Step
 from mics.guard import ShardOwner
 from mics.layout.assign import Site
+from mics.layout.order import Plans
 from mics.layout.topology import Topology
 from mics.schedule.autograd import Autograd
 from mics.schedule.events import Event, Events, Listener, Progress, What
@@ -62,7 +63,7 @@ def build(
         piece=topology.piece(world.rank),
         masters_over_replicas=settings.optimizer_sharding == "world",
     )
-    owner = ShardOwner(world=mesh.world, device=settings.device)
+    owner = ShardOwner(members=mesh.groups.members, device=settings.device)
     with torch.no_grad(), as_it_was(model):
         place_buffers(model, settings.device, mesh.world)
         sites = _build_sites(model, settings, topology, share, mesh, owner)
@@ -108,19 +109,26 @@ def _wire(
         edits_show=any(map(_edits_show, units)),
     )
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
-    step = _step(settings, mesh, units, choices, residency, progress, log, shown, hops)
+    agreement = _agreement(settings, mesh, units, choices, residency.plans, progress, log, shown)
+    step = Step(
+        units,
+        hops=hops,
+        shown=shown,
+        agreement=agreement,
+        events=events,
+        plans=residency.plans,
+        progress=progress,
+    )
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world)
     members = Members(model, autograd, on_change=synchronize_buffers.look_again)
     activations = _activations(settings, units, ranks_on_node)
-    begins = events[What.FORWARD_BEGINS]
-    begins[:0] = [_hearing(refuse_tracing), _hearing(members.check)]  # before anything has moved
+    events[What.FORWARD_CALLED] += [_hearing(refuse_tracing), _hearing(members.check)]
     if activations is not None and activations.offloader is not None:
-        begins.append(_hearing(activations.offloader.begin))
-    begins.append(_hearing(synchronize_buffers))
+        events[What.FORWARD_BEGINS].append(_hearing(activations.offloader.begin))
+    events[What.FORWARD_BEGINS].append(_hearing(synchronize_buffers))
     return Engine(
         world=world,
-        topology=mesh.groups.topology,
         mesh=mesh,
         device=settings.device,
         units=units,
@@ -130,7 +138,7 @@ def _wire(
         shown=shown,
         hops=hops,
         step=step,
-        clip=Clip(hops, shown, world=mesh.world, device=settings.device, synchronize=step.synchronize),
+        clip=Clip(hops, shown, agreement=agreement, device=settings.device, synchronize=step.synchronize),
         members=members,
         traffic=counter,
         ranks_on_gpu=settings.ranks_on_gpu,
@@ -170,17 +178,16 @@ def _gradients(
     return shown, hops
 
 
-def _step(
+def _agreement(
     settings: Settings,
     mesh: MeshCollectives,
     units: Sequence[Unit],
     choices: Choices,
-    residency: Residency,
+    plans: Plans,
     progress: Progress,
     log: StepLog,
     shown: ShownGradients,
-    hops: Hops,
-) -> Step:
+) -> Agreement:
     groups = mesh.groups.topology.replication_groups()
     audit = ReplicaAudit(
         units,
@@ -189,29 +196,16 @@ def _step(
         interval=settings.audit_interval,
         device=settings.device,
     )
-    agreement = Agreement(
-        hops.units,
+    return Agreement(
+        [unit for unit in units if unit.spec.trainable],
         shown,
         mesh=mesh,
         device=settings.device,
         log=log,
-        plans=residency.plans,
+        plans=plans,
         progress=progress,
         checks=[audit],
         choose_prefetch=choices.prefetch if settings.prefetch is None else None,
-    )
-    return Step(
-        units,
-        hops=hops,
-        shown=shown,
-        agreement=agreement,
-        residency=residency,
-        progress=progress,
-        owner=shown.owner,
-        world=mesh.world,
-        batch_nbytes=choices.replica_batch_nbytes if settings.overlaps else 0,
-        # An edit through ``.data`` (clamping, say) is seen by a gather that comes after it.
-        prefetches=not any(map(_edits_show, units)),
     )
 
 
@@ -260,7 +254,7 @@ def _build_sites(
         values = initial_values(model, site, settings.device, built)
         units = [Unit(spec, share, groups=mesh.groups, memory=memory, owner=owner) for spec in specs]
         for unit in units:
-            fill_unit(unit, values, mesh.world)
+            fill_unit(unit, values)
         drop_originals(site)
         lowered = [
             spec.param_dtype for spec in specs if spec.param_dtype not in {r.param.dtype for r in spec.refs}

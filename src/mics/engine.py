@@ -34,7 +34,6 @@ class Engine:
     """Everything that belongs to one sharded model on this rank."""
 
     world: World
-    topology: Topology
     mesh: MeshCollectives
     device: torch.device
     units: list[Unit]
@@ -49,6 +48,11 @@ class Engine:
     traffic: TrafficCounter
     ranks_on_gpu: int = 1  # the most that share one
     activations: Applied | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """Who holds what."""
+        return self.mesh.groups.topology
 
     @property
     def offloader(self) -> Offloader | None:

@@ -140,6 +140,7 @@ def test_the_named_models() -> None:
     assert BENCH_MODELS["gpt-3.6b"].config.num_parameters == pytest.approx(3.64e9, rel=0.01)
 
 
+@pytest.mark.full
 def test_bench_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two systems on an emulated cluster: a table, files in every form, and timelines."""
     settings = (

@@ -84,7 +84,7 @@ def _train_alone(job: Job) -> list[float]:
     "job",
     [
         pytest.param(JOB, id="plain", marks=pytest.mark.full),
-        pytest.param(CLIPPED, id="tied, recomputed, clipped"),
+        pytest.param(CLIPPED, id="tied, recomputed, clipped", marks=pytest.mark.full),
     ],
 )
 def test_systems_equal_training_in_one_process(job: Job) -> None:

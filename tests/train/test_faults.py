@@ -32,6 +32,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+@pytest.mark.full
 def test_every_loss_is_the_uninterrupted_one_to_the_bit(job: Job, tmp_path: Path) -> None:
     """Each step's loss and each validation is there once and equal; dropout and all."""
     assert len(job.observations) == len(job.faults), job.output

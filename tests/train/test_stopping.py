@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 
 from mics.train.stopping import Stopping
@@ -48,6 +49,7 @@ def test_all_end_after_the_furthest_step() -> None:
 
 SCRIPT = """
 import os, sys, time
+import pytest
 import torch.distributed as dist
 from mics.train.stopping import Stopping
 import mics.train.stopping as stopping
@@ -65,6 +67,7 @@ def _start(answer_seconds: float) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_answer_and_a_second_signal_end_it_at_once() -> None:
     """Without a checkpoint, and it says why; also where the main thread never looks."""
     with _start(0.5) as lonely, _start(60.0) as hurried:

@@ -66,6 +66,7 @@ def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
     assert _losses(tmp_path / "one") == pytest.approx(_losses(run_dir), rel=1e-4)
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     """Ctrl-C while the ranks train: they save, exit code 130, a word about it, and no process left behind."""
     run = subprocess.Popen(

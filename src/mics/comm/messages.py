@@ -69,8 +69,8 @@ def meet(tag: int, *, group: dist.ProcessGroup) -> None:
 
 def break_off(group: dist.ProcessGroup) -> None:
     """Have everything fail that waits in this group, in whatever thread, here and on its other members."""
-    # gloo closes all connections of a group when one wait of it takes too long. A connection that its peer has
-    # closed refuses the wait, and leaves the others open.
+    # gloo closes all connections of a group when one wait of it takes too long. One that the peer has closed
+    # refuses to wait, and leaves the others open.
     for peer in set(range(group.size())) - {group.rank()}:
         with suppress(RuntimeError):
             group.recv([_nothing(1)[0]], peer, _NOBODY_SENDS).wait(_AT_ONCE)

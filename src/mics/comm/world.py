@@ -182,6 +182,7 @@ class World:
         return MeshCollectives(
             groups=UnitGroups(
                 topology=topology,
+                members=world,
                 gather=LanedCollectives(gather, lanes, gathers),
                 reduce=LanedCollectives(reduce, lanes, reductions),
                 replication=LanedCollectives(replication, lanes, "replicas"),
@@ -260,6 +261,8 @@ class UnitGroups:
     """The groups of ranks that a unit lives in. All units of a model share one of these today."""
 
     topology: Topology
+    members: Collectives
+    """All ranks that hold a part of it, in every replica."""
     gather: LanedCollectives
     """Parameters, inside the partition group."""
     reduce: LanedCollectives

@@ -1,4 +1,4 @@
-"""What the ranks tell each other once a boundary."""
+"""What the ranks tell each other about a step. Nothing else in the engine asks all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
 from mics.comm.journal import SAME_CALLS
 from mics.comm.protocol import Collectives
@@ -109,6 +110,10 @@ class Agreement:
         self._liveness = mesh.liveness
         self._entries: list[int] = []  # of the log: what the digest of the latest exchange was made of
         self._num_exchanges = 0
+
+    def all_reduce(self, number: Tensor, label: str, *, maximum: bool = False) -> None:
+        """Sum (or maximum) of a number over all ranks, in place, whichever groups units live in."""
+        self._world.all_reduce(number, label, maximum=maximum)
 
     def exchange(self, found: tuple[int, Exception] | None) -> None:
         """Send this rank's account of the steps since the last boundary, and raise what a check found.

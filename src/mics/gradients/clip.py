@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mics.comm.protocol import Collectives
+from mics.gradients.agreement import Agreement
 from mics.gradients.hops import Hops
 from mics.gradients.shards import GradState, UnitGradients
 from mics.gradients.shown import ShownGradients
@@ -23,13 +23,13 @@ class Clip:
         hops: Hops,
         shown: ShownGradients,
         *,
-        world: Collectives,
+        agreement: Agreement,
         device: torch.device,
         synchronize: Callable[[], None],
     ) -> None:
         self._hops = hops
         self._shown = shown
-        self._world = world
+        self._agreement = agreement
         self._device = device
         self._synchronize = synchronize
         # What the latest clipping found, and of which gradients: units, and the norm of each.
@@ -45,7 +45,7 @@ class Clip:
         infinite = math.isinf(norm_type)
         local = torch.linalg.vector_norm(norms, norm_type) if units else norms.sum()
         summed: Tensor = local if infinite else local.pow(norm_type)
-        self._world.all_reduce(summed, "the gradient norm (mics.clip_grad_norm_)", maximum=infinite)
+        self._agreement.all_reduce(summed, "the gradient norm (mics.clip_grad_norm_)", maximum=infinite)
         return summed if infinite else summed.pow(1.0 / norm_type)
 
     def scale_to(self, max_norm: float, total: Tensor) -> None:

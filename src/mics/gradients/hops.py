@@ -69,7 +69,7 @@ class Hops:
         self._shown = shown
         self._memory = memory
         self._reduction_share = reduction_share  # of a unit's forward over so many rows
-        self._batch_nbytes = batch_nbytes  # hop 2 that nobody announced takes units together up to this
+        self._batch_nbytes = batch_nbytes  # units that cross replicas together, where nobody waits for each
         self._in_use: _InUse | None = None
         events[What.FORWARD_BEGINS].append(self._begin_forward)
         events[What.NEEDED].append(self._grow_older)
@@ -132,8 +132,25 @@ class Hops:
     def reduce_left(self) -> None:
         """Hop 2 of every unit that has only had hop 1."""
         left = [unit for unit in self.units if self._shown.of(unit).state is GradState.PARTIAL]
-        for batch in batches_for_replicas(left, self._batch_nbytes):
+        for batch in self.batches(left):
             hop_2([self._shown.of(unit) for unit in batch])
+
+    def batches(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
+        """Units that cross the replication group together: a batch of bytes, but for the first and the last.
+
+        The first goes alone, because somebody waits for it. Towards the end a batch takes no more than half
+        of what is left: what comes last is waited for too.
+        """
+        left = _nbytes_of(units)
+        batch: list[Unit] = []
+        for number, unit in enumerate(units):
+            batch.append(unit)
+            found = _nbytes_of(batch)
+            if number == 0 or found >= min(self._batch_nbytes, left / 2):
+                yield batch
+                batch, left = [], left - found
+        if batch:
+            yield batch
 
     def settle(self) -> None:
         """Wait for the lanes: from here on the caller may use gradients."""
@@ -231,24 +248,6 @@ def _lay_out(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
     if blank:
         torch._foreach_zero_(blank)
     torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
-
-
-def batches_for_replicas(units: Sequence[Unit], nbytes: int) -> Iterator[list[Unit]]:
-    """Units that cross the replication group together: ``nbytes`` of shards, but for the first and the last.
-
-    The first goes alone, because somebody waits for it. Towards the end a batch takes no more than half of
-    what is left: what comes last is waited for too.
-    """
-    left = _nbytes_of(units)
-    batch: list[Unit] = []
-    for number, unit in enumerate(units):
-        batch.append(unit)
-        found = _nbytes_of(batch)
-        if number == 0 or found >= min(nbytes, left / 2):
-            yield batch
-            batch, left = [], left - found
-    if batch:
-        yield batch
 
 
 def _nbytes_of(units: Sequence[Unit]) -> int:

@@ -6,19 +6,18 @@ agree, the optimizer sees plain pieces and updates them, and the new values go t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from mics.comm.protocol import Collectives
 from mics.errors import MicsError
 from mics.gradients.agreement import Agreement, Check
-from mics.gradients.hops import Hops, batches_for_replicas
+from mics.gradients.hops import Hops
 from mics.gradients.shown import ShownGradients
-from mics.guard import ShardOwner, plainly
-from mics.schedule.events import Progress
-from mics.schedule.residency import Residency
+from mics.guard import plainly
+from mics.layout.order import Plans
+from mics.schedule.events import Event, Events, Progress, What
 from mics.sharding.unit import Unit, refresh_together
 
 
@@ -32,28 +31,23 @@ class Step:
         hops: Hops,
         shown: ShownGradients,
         agreement: Agreement,
-        residency: Residency,
+        events: Events,
+        plans: Plans,
         progress: Progress,
-        owner: ShardOwner,
-        world: Collectives,
-        batch_nbytes: int = 0,
-        prefetches: bool = True,
     ) -> None:
         self.units = list(units)
-        self.owner = owner
+        self.owner = shown.owner
         self._hops = hops
         self._shown = shown
         self._agreement = agreement
-        self._residency = residency
+        self._events = events
+        self._plans = plans
         self._progress = progress
-        self._world = world
-        self._batch_nbytes = batch_nbytes  # new values take units together up to this many bytes
-        self._prefetches = prefetches  # for the next forward
         self._by_name = {
             held.name: (unit, index) for unit in hops.units for index, held in enumerate(unit.spec.refs)
         }
-        owner.synchronize, owner.agree_found_inf = self.synchronize, self._agree_found_inf
-        owner.take_gradient = self._take_gradient
+        self.owner.gradients_needed.append(self.synchronize)
+        self.owner.gradient_came.append(self._take_gradient)
 
     @property
     def checks(self) -> Sequence[Check]:
@@ -89,7 +83,7 @@ class Step:
         self._shown.guard_again()
         self.synchronize()
         units = list({id(unit): unit for unit, _ in members}.values())
-        self._residency.reshard_waiting(units)  # their values are about to change
+        self._tell(What.STEP_BEGINS, units)
         for unit in units:
             unit.check_intact()
             self._shown.of(unit).drop_cleared()
@@ -102,16 +96,24 @@ class Step:
         self.guard_again()
         for check in self.checks:
             check.count_step()
-        self._residency.end_step()
-        units = self._residency.forward_order({id(unit): unit for unit, _ in members}.values())
-        for batch in batches_for_replicas(units, self._batch_nbytes):
+        units = self._in_forward_order({id(unit): unit for unit, _ in members}.values())
+        self._tell(What.STEP_ENDS, units)
+        for batch in self._hops.batches(units):
             refresh_together(batch)
-        if self._prefetches:
-            self._residency.prefetch_first()
+        self._tell(What.REFRESHED, units)
 
     def guard_again(self) -> None:
         """Put guarded gradients back in place of what an optimizer was shown."""
         self._shown.guard_again()
+
+    def _tell(self, what: What, units: Sequence[Unit]) -> None:
+        for hear in self._events[what]:
+            hear(Event(what, units=units))
+
+    def _in_forward_order(self, units: Iterable[Unit]) -> list[Unit]:
+        """As the last forward needed them: so do the next one's gathers."""
+        order = {index: position for position, index in reversed(list(enumerate(self._plans.latest())))}
+        return sorted(units, key=lambda unit: order.get(unit.spec.index, len(order)))
 
     def _adopt_assigned(self, unit: Unit) -> None:
         assigned = self._shown.adopt_assigned(unit, self._hops.finish)
@@ -138,6 +140,3 @@ class Step:
             gradients.add_local(index, gradient)
         self._shown.show(unit)
         self._hops.note_change()
-
-    def _agree_found_inf(self, found_inf: Tensor) -> None:
-        self._world.all_reduce(found_inf, "the gradient scaler's overflow flag", maximum=True)

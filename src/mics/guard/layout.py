@@ -90,31 +90,32 @@ class Layout:
         return repr(first) if len(self.parts) == 1 else f"{first!r} and {len(self.parts) - 1} more"
 
 
-def _nothing() -> None:
-    pass
-
-
-def _no_gradient(name: str, gradient: Tensor) -> None:
-    raise AssertionError(f"{name}: nobody takes gradients of shards")
-
-
 @dataclass(eq=False, kw_only=True)
 class ShardOwner:
     """What a guarded piece asks its model for. One for each sharded model."""
 
-    world: Collectives
-    device: torch.device  # where the world's collectives run
-    synchronize: Callable[[], None] = _nothing  # run hop 2 if it has not run
-    agree_found_inf: Callable[[Tensor], None] = lambda found_inf: None  # maximum over the world, in place
-    take_gradient: Callable[[str, Tensor], None] = _no_gradient  # of a parameter's piece, by name
+    members: Collectives  # of all ranks that hold pieces
+    device: torch.device  # where these collectives run
+    gradients_needed: list[Callable[[], None]] = field(default_factory=list)
+    gradient_came: list[Callable[[str, Tensor], None]] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        return self.world.size
+        return self.members.size
+
+    def synchronize(self) -> None:
+        """Somebody looks at gradients: have them summed over all ranks."""
+        for hear in self.gradients_needed:
+            hear()
+
+    def take_gradient(self, name: str, gradient: Tensor) -> None:
+        """A backward has come to this rank's piece of a parameter, given by name."""
+        for hear in self.gradient_came:
+            hear(name, gradient)
 
     def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
-        """Sum (or maximum) over the world, in place. ``p.cpu()`` is a piece too."""
+        """Sum (or maximum) over all ranks that hold pieces, in place. ``p.cpu()`` is a piece too."""
         here = tensor.to(self.device)
-        self.world.all_reduce(here, label, maximum=maximum)
+        self.members.all_reduce(here, label, maximum=maximum)
         if here is not tensor:
             tensor.copy_(here)

@@ -405,7 +405,7 @@ def _unscale(func: Any, piece: ShardTensor, args: tuple[Any, ...]) -> None:
     """torch's GradScaler: a rank that overflowed must make every rank skip the step."""
     with plainly():
         func(*args)
-    piece._owner().agree_found_inf(args[1])
+    piece._owner().all_reduce(args[1], "the gradient scaler's overflow flag", maximum=True)
 
 
 def _run_whole(

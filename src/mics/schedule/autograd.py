@@ -52,7 +52,7 @@ class Autograd:
                 self._sites_of.setdefault(unit.spec.index, []).append(site)
         self._on_demand: dict[int, Unit] = {}  # units whose parameters are read without calling their module
         for unit in self.units:
-            unit.held.on_read = partial(self._read, unit)
+            unit.held.read_listeners.append(partial(self._read, unit))
         self._hooks = [handle for site in self.sites for handle in self._hook(site)]
         self.user_hooks = UserHooks(self._watch_hooked)
 
@@ -60,7 +60,7 @@ class Autograd:
         raise MicsError(UNCOPYABLE)
 
     def _tell(self, what: What, unit: Unit | None = None, place: int | None = None) -> None:
-        event = Event(what, unit, place)
+        event = Event(what, unit, place=place)
         for hear in self._events[what]:
             hear(event)
 
@@ -94,6 +94,7 @@ class Autograd:
         if self._depth == 0:
             self._notice_failed_backward()
             if not self.in_backward:
+                self._tell(What.FORWARD_CALLED)
                 self._tell(What.FORWARD_BEGINS)
         if site.is_removed:
             site.refuse_call()

@@ -1,10 +1,13 @@
-"""What happens in a step, as values: ``autograd.py`` tells them, and the parts of the engine hear them."""
+"""What happens in a step, as values, and who hears of it.
+
+``autograd.py`` tells what forward and backward do, ``gradients/step.py`` what the optimizer does.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mics.schedule.sites import SharedInputs
@@ -12,8 +15,9 @@ from mics.sharding.unit import Unit
 
 
 class What(enum.Enum):
-    """What happened. The first ones happen to the model, the others to one unit."""
+    """What happened. The first ones happen to the model, the others to one unit or to some."""
 
+    FORWARD_CALLED = enum.auto()  # nothing has moved yet: whoever hears this may refuse
     FORWARD_BEGINS = enum.auto()
     FORWARD_ENDS = enum.auto()
     BACKWARD_BEGINS = enum.auto()
@@ -24,14 +28,18 @@ class What(enum.Enum):
     UNUSED = enum.auto()  # nobody computes with it any more
     GRADIENTS_READY = enum.auto()  # backward has been through it
     ENDS_UNSEEN = enum.auto()  # it is in use only because nobody saw its backward end
+    STEP_BEGINS = enum.auto()  # an optimizer is about to change the values of these units
+    STEP_ENDS = enum.auto()  # it has changed them, on shards
+    REFRESHED = enum.auto()  # replicas are on their way to agree on them
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened, and to which unit."""
+    """What happened, and to which unit or units."""
 
     what: What
     unit: Unit | None = None
+    units: Sequence[Unit] = ()
     place: int | None = None
     """NEEDED: where its forward had it (``WholeParameters.place``); None: wherever it may be."""
 

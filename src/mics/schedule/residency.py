@@ -145,6 +145,9 @@ class Residency:
         events[What.READ].append(self._read)
         events[What.UNUSED].append(self._release)
         events[What.ENDS_UNSEEN].append(self._set_apart)
+        events[What.STEP_BEGINS].append(self._begin_step)
+        events[What.STEP_ENDS].append(self._end_step)
+        events[What.REFRESHED].append(self._prefetch_first)
 
     # -- the model's forward and backward -----------------------------------------------------------
 
@@ -170,9 +173,10 @@ class Residency:
     def _end_backward(self, event: Event) -> None:
         self._moves.event, self._in_backward = event, False
         if self._progress.more_to_come:
-            self.prefetch_first()
+            self._prefetch_batches(self.plans.first())
         else:
-            self.reshard_waiting()  # backward did not need them (a lookup), and their values may change now
+            # Backward did not need them (a lookup), and their values may change now.
+            self._reshard_waiting(self.units)
 
     def _fail_backward(self, event: Event) -> None:
         self._moves.event, self._in_backward = event, False
@@ -217,7 +221,7 @@ class Residency:
         # After the unit itself: it is needed now, they are not.
         self._prefetch_batches(upcoming)
         if self._progress.more_to_come and self.plans.at_end:
-            self.prefetch_first()
+            self._prefetch_batches(self.plans.first())
 
     def _read(self, event: Event) -> None:
         """No call says where it was in the forward: it is always gathered in memory of its own."""
@@ -249,19 +253,22 @@ class Residency:
 
     # -- around an optimizer step -------------------------------------------------------------------
 
-    def reshard_waiting(self, units: Iterable[Unit] | None = None) -> None:
-        """Reshard what waits for its use, of ``units`` or of all: values are about to change."""
-        for unit in self.units if units is None else units:
+    def _begin_step(self, event: Event) -> None:
+        self._moves.event = event
+        self._reshard_waiting(event.units)
+
+    def _reshard_waiting(self, units: Iterable[Unit]) -> None:
+        for unit in units:
             if unit.is_waiting:
                 self._moves.reshard(unit)
 
-    def end_step(self) -> None:
+    def _end_step(self, event: Event) -> None:
         """Give units their homes once an order has settled, and again when another has.
 
         Deferred while a backward is still to come: tensors that it saved are at the old addresses.
         """
         # By counting calls, not by looking at who still holds a graph: all ranks must come to one answer.
-        progress = self._progress
+        self._moves.event, progress = event, self._progress
         num_waiting = progress.num_waiting
         progress.num_waiting = 0
         progress.waiting.clear()
@@ -278,17 +285,17 @@ class Residency:
             self._num_deferred += 1
             return
         self._num_deferred = 0
-        self.reshard_waiting()
+        self._reshard_waiting(self.units)
         self.arena.give_homes()
 
-    def prefetch_first(self) -> None:
-        """Prefetch the units that a forward like the last one needs first."""
-        self._prefetch_batches(self.plans.first())
+    def _prefetch_first(self, event: Event) -> None:
+        """Prefetch the units that a forward like the last one needs first.
 
-    def forward_order(self, units: Iterable[Unit]) -> list[Unit]:
-        """``units`` in the order in which the last forward needed them."""
-        order = {index: position for position, index in reversed(list(enumerate(self.plans.latest())))}
-        return sorted(units, key=lambda unit: order.get(unit.spec.index, len(order)))
+        Not where an edit through ``.data`` (clamping, say) is seen by a gather that comes after it.
+        """
+        self._moves.event = event
+        if not self._edits_show:
+            self._prefetch_batches(self.plans.first())
 
     # -- places -------------------------------------------------------------------------------------
 

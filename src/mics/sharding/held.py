@@ -29,7 +29,8 @@ class ParameterTable(WatchedTable[nn.Parameter | None]):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         unit = self.units.get(name)
         if unit is not None and not unit.gathered:
-            unit.held.on_read()
+            for hear in unit.held.read_listeners:
+                hear()
         return super().__getitem__(name)
 
     @staticmethod
@@ -50,7 +51,7 @@ class HeldParameters:
     """The places in the user's modules where the parameters of one unit are."""
 
     def __init__(self, spec: UnitSpec, unit: Unit) -> None:
-        self.on_read: Callable[[], None] = lambda: None  # who follows reads (schedule/autograd.py)
+        self.read_listeners: list[Callable[[], None]] = []
         self._spec = spec
         self._entries: list[tuple[ParameterTable, str, int]] = []
         for index, found in enumerate(spec.refs):

@@ -66,14 +66,15 @@ def initial_values(
     return {id(ref.param): ref.param.detach() for ref in site.params}
 
 
-def fill_unit(unit: Unit, values: dict[int, Tensor], world: Collectives) -> None:
-    """Give ``unit`` the values that rank 0 has."""
+def fill_unit(unit: Unit, values: dict[int, Tensor]) -> None:
+    """Give ``unit`` the values that the first rank of its groups has."""
     dtype = unit.spec.master_dtype if unit.spec.param_dtype.is_floating_point else unit.spec.param_dtype
     flat = torch.zeros(unit.spec.layout.numel, dtype=dtype, device=unit.device)
-    if world.position == 0:
+    members = unit.groups.members
+    if members.position == 0:
         for slot, ref in zip(unit.spec.layout.slots, unit.spec.refs, strict=True):
             flat[slot.start : slot.stop].copy_(values[id(ref.param)].reshape(-1))
-    world.broadcast(flat, unit.spec.label)
+    members.broadcast(flat, unit.spec.label)
     unit.load(flat)
 
 
