@@ -37,11 +37,18 @@ def test_public_calls_are_documented() -> None:
     assert all(inspect.getdoc(getattr(mics, name)) for name in mics.__all__)
 
 
-def test_importing_mics_loads_the_engine_alone() -> None:
+def test_names_are_loaded_when_first_used() -> None:
+    """``import mics`` costs nothing beside torch."""
+    program = "import sys, mics; print(sorted(name for name in sys.modules if name.startswith('mics.')))"
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "['mics.utils', 'mics.utils.emulated_backend']"
+
+
+def test_sharding_loads_the_engine_alone() -> None:
     """Tools and what they need are loaded when their names are first used."""
     tools = ("mics.bench", "mics.checkpoint", "mics.emulator", "mics.planner", "mics.train")
     heavy = (*tools, "matplotlib", "rich", "tyro", "yaml", "safetensors", "torch.distributed.tensor")
-    program = f"import sys, mics; print([name for name in {heavy!r} if name in sys.modules])"
+    program = f"import sys; from mics import shard; print([name for name in {heavy!r} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "[]"
 

@@ -1,42 +1,38 @@
-"""Train PyTorch models too large for one GPU on clusters with ordinary networks."""
+"""Train PyTorch models too large for one GPU on clusters with ordinary networks.
+
+Each name is loaded when it is first used: ``import mics`` costs next to nothing beside ``import torch``.
+"""
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from mics.activations.policy import Activations
-from mics.api import (
-    clip_grad_norm_,
-    microsteps,
-    register_forward_method,
-    shard,
-    traffic,
-)
-from mics.comm import Traffic
-from mics.cost.clusters import Cluster, Link
-from mics.diagnostics.audit import AuditReport, audit
-from mics.diagnostics.nonfinite import nonfinite_units
-from mics.errors import CheckpointError, CollectiveError, MicsError, ReplicaError, SettingsError
-from mics.gradients.optimizer import allow_optimizer
-from mics.guard import norms
-from mics.layout.order import Prefetch
-from mics.layout.precision import Precision
-from mics.state_dict import (
-    full_gradients,
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_state_dict,
-    num_parameters,
-    summon,
-    summon_full_params,
-)
+from mics.utils.emulated_backend import register
 
 if TYPE_CHECKING:
-    from mics.checkpoint.background import Saving
-    from mics.checkpoint.loading import load
-    from mics.checkpoint.saving import save
+    from mics.activations.policy import Activations
+    from mics.api import clip_grad_norm_, microsteps, register_forward_method, shard, traffic
+    from mics.checkpoint import Saving, load, save
+    from mics.comm import Traffic
+    from mics.cost.clusters import Cluster, Link
+    from mics.diagnostics.audit import AuditReport, audit
     from mics.diagnostics.memory import MemoryReport, memory
+    from mics.diagnostics.nonfinite import nonfinite_units
     from mics.emulator import Emulation, emulate
+    from mics.errors import CheckpointError, CollectiveError, MicsError, ReplicaError, SettingsError
+    from mics.gradients.optimizer import allow_optimizer
+    from mics.guard import norms
+    from mics.layout.order import Prefetch
+    from mics.layout.precision import Precision
+    from mics.state_dict import (
+        full_gradients,
+        full_optimizer_state_dict,
+        full_state_dict,
+        load_full_state_dict,
+        num_parameters,
+        summon,
+        summon_full_params,
+    )
 
 try:
     __version__ = version("mics-torch")
@@ -81,24 +77,42 @@ __all__ = [
     "traffic",
 ]
 
-# What not every training program needs is loaded when its name is first used.
-_LAZY = {
-    "Emulation": "mics.emulator",
-    "MemoryReport": "mics.diagnostics.memory",
-    "Saving": "mics.checkpoint",
-    "emulate": "mics.emulator",
-    "load": "mics.checkpoint",
-    "memory": "mics.diagnostics.memory",
-    "save": "mics.checkpoint",
+_MODULES = {
+    "activations.policy": ["Activations"],
+    "api": ["clip_grad_norm_", "microsteps", "register_forward_method", "shard", "traffic"],
+    "checkpoint": ["Saving", "load", "save"],
+    "comm": ["Traffic"],
+    "cost.clusters": ["Cluster", "Link"],
+    "diagnostics.audit": ["AuditReport", "audit"],
+    "diagnostics.memory": ["MemoryReport", "memory"],
+    "diagnostics.nonfinite": ["nonfinite_units"],
+    "emulator": ["Emulation", "emulate"],
+    "errors": ["CheckpointError", "CollectiveError", "MicsError", "ReplicaError", "SettingsError"],
+    "gradients.optimizer": ["allow_optimizer"],
+    "guard": ["norms"],
+    "layout.order": ["Prefetch"],
+    "layout.precision": ["Precision"],
+    "state_dict": [
+        "full_gradients",
+        "full_optimizer_state_dict",
+        "full_state_dict",
+        "load_full_state_dict",
+        "num_parameters",
+        "summon",
+        "summon_full_params",
+    ],
 }
+
+register()  # init_process_group("emulated", ...) works from here on
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+    for module, names in _MODULES.items():
+        if name in names:
+            value = getattr(import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

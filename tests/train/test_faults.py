@@ -11,7 +11,6 @@ import pytest
 from benchmarks.faults.fault import KINDS, MOMENTS, Fault, decode, draw_faults, encode
 from benchmarks.faults.job import Job
 
-from tests import tiers
 from tests.train.rank_runs import reference_losses
 
 ARGS = ["--steps", "20", "--checkpoint.interval", "4"]
@@ -24,10 +23,9 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A run that is killed inside a collective, and in `make test-all` hangs in a save and loses a node."""
+    """A run that is killed inside a collective, hangs in a save and loses a node."""
     args = [*ARGS, "--launch.nodes", "2", "--launch.ranks-per-node", "1"]
-    faults = FAULTS[:1] if tiers.quick else FAULTS
-    job = Job(folder=tmp_path_factory.mktemp("faults"), args=args, faults=faults)
+    job = Job(folder=tmp_path_factory.mktemp("faults"), args=args, faults=FAULTS)
     assert job.run() == 0, job.output
     return job
 
@@ -39,6 +37,7 @@ def test_every_loss_is_the_uninterrupted_one_to_the_bit(job: Job, tmp_path: Path
     assert job.losses() == reference_losses(tmp_path, ARGS)
 
 
+@pytest.mark.full
 def test_each_failure_is_one_line_that_names_the_rank_and_the_collective(job: Job) -> None:
     """What is said at each restart; and that it went on from what `latest` named, which was whole."""
     said = {
@@ -53,6 +52,7 @@ def test_each_failure_is_one_line_that_names_the_rank_and_the_collective(job: Jo
         assert each.resumed_step == int(each.latest.removeprefix("step-") or 0)
 
 
+@pytest.mark.full
 def test_the_others_notice_in_time(job: Job) -> None:
     """A dead peer at once, a silent one after the timeout of 10 s; and the time to ask who is gone."""
     for fault, each in zip(job.faults, job.observations, strict=True):

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics.comm.imagined import NAME
 from mics.cost.clusters import Cluster
 from mics.cost.collectives import FREE, Cost, Kind, Span
 from mics.emulator.fabric import EmulatedCall, Fabric
+from mics.utils.emulated_backend import NAME
 
 _ProcessGroup: Any = dist.ProcessGroup  # its annotations list every form of every call
 

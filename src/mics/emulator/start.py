@@ -14,12 +14,12 @@ from urllib.parse import parse_qsl, unquote, urlparse
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from mics.comm.imagined import NAME
 from mics.cost.clusters import Cluster, find_cluster
 from mics.emulator.fabric import Fabric, Imagined
 from mics.emulator.group import EmulatedGroup
 from mics.emulator.log import Collective
 from mics.errors import SettingsError
+from mics.utils.emulated_backend import NAME
 
 _DEFAULT = "p4d.24xlarge"
 

@@ -1,4 +1,4 @@
-"""Lets torch find the emulator by the name of its backend, and loads it then: it is not needed before."""
+"""Lets torch find the emulator by the name of its backend, and loads it when it is asked for."""
 
 from __future__ import annotations
 
