@@ -48,7 +48,9 @@ def test_sharding_loads_the_engine_alone() -> None:
     """Tools and what they need are loaded when their names are first used."""
     tools = ("mics.bench", "mics.checkpoint", "mics.emulator", "mics.planner", "mics.train")
     heavy = (*tools, "matplotlib", "rich", "tyro", "yaml", "safetensors", "torch.distributed.tensor")
-    program = f"import sys; from mics import shard; print([name for name in {heavy!r} if name in sys.modules])"
+    program = (
+        f"import sys; from mics import shard; print([name for name in {heavy!r} if name in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "[]"
 

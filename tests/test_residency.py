@@ -1,7 +1,9 @@
 """Residency by lists of events alone: no autograd, no collectives, no parameters.
 
-Hypothesis draws programs: nested units, units used twice, skipped, recomputed in the backward, evaluations
-between steps, backwards that fail. After every event the state of every unit must make sense.
+Hypothesis draws programs: nested units, units used twice, skipped, recomputed in the backward, read without
+a call, evaluations between steps and between forward and backward, forwards and backwards that fail, several
+optimizers, edits that somebody notices and edits that nobody does. After every event the state of every unit
+must make sense.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from mics.comm.lanes import DONE
 from mics.errors import MicsError
 from mics.layout.order import Plans, Prefetch
+from mics.schedule import residency
 from mics.schedule.events import Event, Events, Progress, What
 from mics.schedule.log import StepLog
 from mics.schedule.residency import Residency
@@ -85,7 +88,10 @@ class FakeUnit:
     gathered_at: Any = DONE
     refreshed_at: Any = DONE
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    values: int = -1  # ``num_refreshes`` when it was gathered
+    is_edited: bool = False  # its masters, as anybody can see
+    num_edits: int = 0  # of its values, seen or unseen
+    values: tuple[int, int] = (-1, -1)  # ``num_refreshes`` and ``num_edits`` when it was gathered
+    sees_edits: bool = False
 
     @property
     def gathered(self) -> bool:
@@ -96,7 +102,7 @@ class FakeUnit:
         return self.state is State.GATHERING
 
     def masters_changed(self) -> bool:
-        return False
+        return self.is_edited
 
     def cast_pair(self) -> None:
         return None
@@ -105,7 +111,10 @@ class FakeUnit:
         return self, None
 
     def show_whole(self) -> None:
-        assert self.whole.has_memory and self.values == self.num_refreshes, "used before its values came"
+        refreshes, edits = self.values
+        assert self.whole.has_memory and refreshes == self.num_refreshes, "used before its values came"
+        assert not self.is_edited, "an edit did not show"
+        assert edits == self.num_edits or not self.sees_edits, "an edit that nobody noticed did not show"
 
     def show_shards(self) -> None:
         pass
@@ -116,12 +125,15 @@ class FakeGroups:
 
     def __init__(self) -> None:
         self.gather = self
+        self.fails = False
         self.num_gathers: Counter[int] = Counter()
 
     def gather_together(self, pairs: Any, label: str, **_: Any) -> Any:
         for unit, _nothing in pairs:
             assert unit.whole.has_memory
-            unit.values = unit.num_refreshes
+            if self.fails:
+                raise ConnectionError
+            unit.values = unit.num_refreshes, unit.num_edits
             self.num_gathers[unit.spec.index] += 1
         return DONE
 
@@ -135,6 +147,7 @@ class Call:
     recomputes: bool = False  # in the backward: all that is inside is needed once more
     is_lookup: bool = False  # its backward reads no parameters
     ends_unseen: bool = False  # nobody sees its backward end
+    reads: int | None = None  # a unit that it computes with and does not call
 
 
 @dataclass(frozen=True)
@@ -143,16 +156,24 @@ class Saved:
 
     call: Call
     place: int
+    num_steps: int
     inside: tuple[Saved, ...]
 
 
 class Program:
     """Tells a residency what autograd would, and looks at all units after every event."""
 
-    def __init__(self, sizes: list[int], prefetch: Prefetch, *, low_memory: bool = False) -> None:
+    def __init__(
+        self, sizes: list[int], prefetch: Prefetch, *, low_memory: bool = False, edits_show: bool = False
+    ) -> None:
         self.gather = groups = FakeGroups()
         self.units: list[Any] = [
-            FakeUnit(SimpleNamespace(index=index, label=f"unit {index}"), FakeWhole(nbytes), groups)
+            FakeUnit(
+                SimpleNamespace(index=index, label=f"unit {index}"),
+                FakeWhole(nbytes),
+                groups,
+                sees_edits=edits_show,
+            )
             for index, nbytes in enumerate(sizes)
         ]
         self.events, self.progress = Events(), Progress()
@@ -164,13 +185,16 @@ class Program:
             progress=self.progress,
             log=StepLog([unit.spec for unit in self.units]),
             low_memory=low_memory,
+            edits_show=edits_show,
         )
         self.uses: Counter[int] = Counter()
+        self.read: set[int] = set()  # for good
 
     def tell(self, what: What, unit: int | None = None, place: int | None = None) -> None:
-        units = self.units if what in (What.STEP_BEGINS, What.STEP_ENDS, What.REFRESHED) else ()
-        event = Event(what, None if unit is None else self.units[unit], units, place)
-        for hear in self.events[what]:
+        self._hear(Event(what, None if unit is None else self.units[unit], place=place))
+
+    def _hear(self, event: Event) -> None:
+        for hear in self.events[event.what]:
             hear(event)
         self.look()
 
@@ -178,6 +202,7 @@ class Program:
         for unit in self.units:
             assert unit.whole.has_memory == (unit.state is not State.SHARDED)
             assert unit.gathered or not self.uses[unit.spec.index], "used while not gathered"
+            assert not (unit.spec.index in self.read and unit.whole.at_home), "nobody sees it leave"
         at_home = [unit.whole for unit in self.units if unit.whole.at_home and unit.whole.has_memory]
         for number, first in enumerate(at_home):
             assert not any(first.overlaps(second) for second in at_home[number + 1 :])
@@ -201,35 +226,70 @@ class Program:
 
     def forward(self, calls: tuple[Call, ...], *, trains: bool = True) -> list[Saved]:
         self.tell(What.FORWARD_BEGINS)
+        self._check_beginning()
+        self.progress.depth += 1
         saved = [self._forward(call, trains=trains) for call in calls]
-        self.tell(What.FORWARD_ENDS)
+        self.progress.depth -= 1
+        self.leave_read()
         return saved
+
+    def _check_beginning(self) -> None:
+        """What waits is of use: it comes first, or stays."""
+        first = self.residency.plans.first_units()
+        for unit in self.units:
+            if unit.is_waiting:
+                assert unit.spec.index in first or self.residency._stays(unit), "kept for nothing"
+                assert not unit.is_edited
 
     def _forward(self, call: Call, *, trains: bool) -> Saved:
         self.need(call.unit)
+        if call.reads is not None:
+            self.read_on_demand(call.reads)
         place = self.units[call.unit].whole.place
         inside = tuple(self._forward(inner, trains=trains) for inner in call.inside)
         self.leave(call)
         if trains:
             self.progress.count_waiting([self.units[call.unit]], 1)
-        return Saved(call, place, inside)
+        return Saved(call, place, self.progress.num_steps, inside)
+
+    def read_on_demand(self, index: int) -> None:
+        """A parameter of a unit that may not be gathered. It is in use until the forward ends."""
+        if self.units[index].gathered and index not in self.read:
+            return
+        if index not in self.read:
+            self.tell(What.READ, index)
+            self.read.add(index)
+        if not self.units[index].gathered:
+            self.tell(What.NEEDED, index)
+
+    def leave_read(self) -> None:
+        for index in self.read:
+            if self.units[index].gathered and not self.uses[index]:
+                self.tell(What.UNUSED, index)
 
     def backward(self, saved: list[Saved], *, fails_after: int | None = None) -> bool:
         """Whether it went through: it may fail, or be refused where the order changes."""
         self._left = fails_after
         unseen: list[Call] = []
         try:
+            self.progress.in_backward = True
             self.tell(What.BACKWARD_BEGINS)
+            for index in self.read:
+                self.need(index)
             for each in reversed(saved):
                 self._backward(each, unseen)
             for call in unseen:
                 if self.units[call.unit].gathered and self.uses[call.unit] == 1:
                     self.tell(What.ENDS_UNSEEN, call.unit)
                 self.leave(call)
+            for index in self.read:
+                self.leave(Call(index))
+            self.progress.in_backward = False
             self.tell(What.BACKWARD_ENDS)
         except (MicsError, ArithmeticError) as error:
             self._check_refusal(str(error))
             self.uses.clear()
+            self.progress.in_backward = False
             self.tell(What.BACKWARD_FAILED)
             assert all(unit.state is State.SHARDED for unit in self.units)
             return False
@@ -245,7 +305,8 @@ class Program:
 
     def _backward(self, saved: Saved, unseen: list[Call]) -> None:
         call = saved.call
-        self.progress.count_waiting([self.units[call.unit]], -1)
+        if saved.num_steps == self.progress.num_steps:
+            self.progress.count_waiting([self.units[call.unit]], -1)
         if self._left is not None:
             self._left -= 1
             if self._left < 0:
@@ -269,7 +330,12 @@ class Program:
     # -- steps --------------------------------------------------------------------------------------
 
     def train(
-        self, orders: list[tuple[Call, ...]], *, announced: bool, fails_after: int | None = None
+        self,
+        orders: list[tuple[Call, ...]],
+        *,
+        announced: bool,
+        fails_after: int | None = None,
+        num_optimizers: int = 1,
     ) -> bool:
         """A step of some micro-steps; whether all went through."""
         done = True
@@ -279,15 +345,20 @@ class Program:
             saved = self.forward(order)
             done &= self.backward(saved, fails_after=fails_after if last else None)
         self.progress.more_to_come = False
-        self.step()
+        self.step(num_optimizers)
         return done
 
-    def step(self) -> None:
-        self.tell(What.STEP_BEGINS)
-        for unit in self.units:
-            unit.num_refreshes += 1
-        self.tell(What.STEP_ENDS)
-        self.tell(What.REFRESHED)
+    def step(self, num_optimizers: int = 1) -> None:
+        for number in range(num_optimizers):
+            units = self.units[number::num_optimizers]
+            self._hear(Event(What.STEP_BEGINS, units=units))
+            assert not any(unit.is_waiting for unit in units), "its values are about to change"
+            for unit in units:
+                unit.num_refreshes += 1
+                unit.num_edits += 1
+                unit.is_edited = False
+            self._hear(Event(What.STEP_ENDS, units=units))
+            self._hear(Event(What.REFRESHED, units=units))
 
 
 def _chain(count: int) -> tuple[Call, ...]:
@@ -302,6 +373,7 @@ _CALLS = st.recursive(
         unit=st.integers(0, 5),
         is_lookup=st.sampled_from([False, False, False, True]),
         ends_unseen=st.sampled_from([False, False, False, True]),
+        reads=st.sampled_from([None] * 7 + [4, 5]),
     ),
     lambda inner: st.builds(
         Call,
@@ -311,7 +383,20 @@ _CALLS = st.recursive(
     ),
     max_leaves=6,
 )
+_ACTIONS = ["evaluate", "fail", "evaluate between", "refresh", "edit", "unseen edit", "two forwards"]
 _ORDERS = st.lists(_CALLS, min_size=1, max_size=6).map(tuple)
+
+
+@pytest.fixture(autouse=True)
+def _refreshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edited masters go to all replicas before they are gathered."""
+
+    def refresh(units: list[FakeUnit]) -> None:
+        for unit in units:
+            unit.is_edited = False
+            unit.num_refreshes += 1
+
+    monkeypatch.setattr(residency, "refresh_together", refresh)
 
 
 @settings(max_examples=200, deadline=None)
@@ -320,7 +405,7 @@ _ORDERS = st.lists(_CALLS, min_size=1, max_size=6).map(tuple)
     orders=st.lists(_ORDERS, min_size=1, max_size=3),
     actions=st.lists(
         st.tuples(
-            st.sampled_from(["train", "train", "train", "evaluate", "fail", "evaluate between", "edit"]),
+            st.sampled_from(["train"] * 4 + _ACTIONS),
             st.integers(0, 2),
             st.integers(1, 3),
             st.booleans(),
@@ -330,6 +415,8 @@ _ORDERS = st.lists(_CALLS, min_size=1, max_size=6).map(tuple)
     units=st.integers(0, 3),
     stay=st.sampled_from([0, 2 * _SIZE, 100 * _SIZE]),
     low_memory=st.booleans(),
+    edits_show=st.booleans(),
+    num_settled=st.sampled_from([0, 4]),
 )
 def test_any_program(
     sizes: list[int],
@@ -338,14 +425,29 @@ def test_any_program(
     units: int,
     stay: int,
     low_memory: bool,
+    edits_show: bool,
+    num_settled: int,
 ) -> None:
-    program = Program(sizes, Prefetch(units=units, stay_nbytes=stay), low_memory=low_memory)
+    prefetch = Prefetch(units=units, stay_nbytes=stay)
+    program = Program(sizes, prefetch, low_memory=low_memory, edits_show=edits_show)
+    for _ in range(num_settled):  # homes are given
+        program.train([orders[0]], announced=False)
     for what, which, num_micro_steps, announced in actions:
         order = orders[which % len(orders)]
         if what == "evaluate":
             program.forward(order, trains=False)
-        elif what == "edit":  # new values come, whoever has memory
+        elif what == "refresh":  # new values come, whoever has memory
             program.units[which].num_refreshes += 1
+        elif what == "edit":
+            program.units[which].is_edited = True
+            program.units[which].num_edits += 1
+        elif what == "unseen edit":
+            program.units[which].num_edits += 1
+        elif what == "two forwards":
+            both = [program.forward(order), program.forward(order)]
+            for saved in reversed(both) if announced else both:
+                program.backward(saved)
+            program.step()
         elif what == "evaluate between":
             saved = program.forward(order)
             program.forward(orders[0], trains=False)
@@ -353,31 +455,136 @@ def test_any_program(
             program.step()
         else:
             fails = num_micro_steps if what == "fail" else None
-            done = program.train([order] * num_micro_steps, announced=announced, fails_after=fails)
+            done = program.train(
+                [order] * num_micro_steps,
+                announced=announced,
+                fails_after=fails,
+                num_optimizers=1 + num_micro_steps % 2,
+            )
             is_steady = len(orders) == 1 and all(action == "train" for action, *_ in actions)
             assert done or not is_steady, "a program that never changes was refused"
 
 
-@pytest.mark.parametrize("units", [1, 2, 3])
-@pytest.mark.parametrize("low_memory", [False, True])
-def test_a_steady_step_holds_no_more_than_it_looks_ahead(units: int, low_memory: bool) -> None:
-    """In use, what is ahead, and what is kept around the turn."""
-    program = Program([_SIZE] * 8, Prefetch(units=units), low_memory=low_memory)
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 6).map(lambda n: n * _SIZE), min_size=3, max_size=10),
+    units=st.integers(1, 3),
+    stay=st.integers(0, 10).map(lambda n: n * _SIZE),
+    low_memory=st.booleans(),
+)
+def test_a_steady_step_holds_no_more_than_it_may(
+    sizes: list[int], units: int, stay: int, low_memory: bool
+) -> None:
+    """What is in use, as many units ahead, one that is kept around the turn, and what may stay."""
+    program = Program(sizes, Prefetch(units=units, stay_nbytes=stay), low_memory=low_memory)
     most = 0
 
     def count(event: Event) -> None:
         nonlocal most
-        most = max(most, sum(unit.whole.has_memory for unit in program.units))
+        most = max(most, sum(unit.whole.nbytes for unit in program.units if unit.whole.has_memory))
 
     for _ in range(4):
-        assert program.train([_chain(8)], announced=False)
+        assert program.train([_chain(len(sizes))] * 2, announced=True)
     program.events[What.NEEDED].append(count)
-    assert program.train([_chain(8)], announced=False)
-    assert most <= units + 2
-    if not low_memory:
-        ends = {unit.whole.start + unit.whole.nbytes for unit in program.units}
-        starts = {unit.whole.start for unit in program.units}
-        assert max(ends) - min(starts) <= (units + 3) * _SIZE, "homes are shared"
+    assert program.train([_chain(len(sizes))] * 2, announced=True)
+    assert most <= sum(sorted(sizes)[-units - 2 :]) + stay
+    homes = [unit.whole for unit in program.units if unit.whole.has_home]
+    if homes and not stay and len(set(sizes)) == 1:
+        spread = max(home.start + home.nbytes for home in homes) - min(home.start for home in homes)
+        assert spread <= (units + 3) * sizes[0], "homes are shared"
+
+
+def _steady(*, units: int = 1) -> Program:
+    program = Program([_SIZE] * 6, Prefetch(units=units))
+    for _ in range(4):
+        assert program.train([_chain(6)], announced=False)
+    return program
+
+
+def test_the_first_units_are_prefetched_after_a_step() -> None:
+    """The first of them, and as many as are looked ahead."""
+    program = _steady(units=2)
+    assert [unit.is_waiting for unit in program.units] == [True] * 3 + [False] * 3
+
+
+def test_new_values_show_in_what_was_prefetched() -> None:
+    program = _steady()
+    assert program.units[0].is_waiting
+    program.units[0].num_refreshes += 1
+    assert program.train([_chain(6)], announced=False)
+
+
+def test_edits_that_nobody_notices_show() -> None:
+    """So nothing is prefetched after a step, and nothing that an evaluation kept is used again."""
+    program = Program([_SIZE] * 2, Prefetch(units=1), edits_show=True)
+    for _ in range(4):
+        assert program.train([_chain(2)], announced=False)
+    assert not any(unit.is_waiting for unit in program.units)
+    program.forward(_chain(2), trains=False)
+    assert program.units[1].is_waiting
+    for unit in program.units:
+        unit.num_edits += 1
+    assert program.train([_chain(2)], announced=False)
+
+
+def test_several_optimizers_and_homes() -> None:
+    """The first one's new values are prefetched when the second one's step ends, and homes are given."""
+    program = Program([_SIZE] * 6, Prefetch(units=1))
+    for _ in range(4):
+        assert program.train([_chain(6)], announced=False, num_optimizers=2)
+    assert any(unit.whole.has_home for unit in program.units)
+
+
+def test_a_unit_is_where_its_backward_expects_it() -> None:
+    """A forward in another order, while one that had units at home waits for its backward."""
+    program = _steady()
+    saved = program.forward(_chain(6))
+    assert any(each.place for each in saved)
+    others = program.forward(_chain(6)[::-1])
+    assert program.backward(others) and program.backward(saved)
+
+
+def test_a_read_unit_leaves_its_home() -> None:
+    program = _steady()
+    order = (*_chain(6)[:5], Call(5, reads=2))
+    assert program.units[2].whole.at_home
+    saved = program.forward(order)
+    assert not program.units[2].whole.at_home
+    program.backward(saved)  # refused, if its call was at home: once
+    assert program.train([order], announced=False)
+
+
+def test_units_are_gathered_before_they_are_needed() -> None:
+    program = _steady(units=2)
+    in_time = []
+
+    def look(event: Event) -> None:
+        in_time.append(event.unit is not None and event.unit.is_waiting)
+
+    program.events[What.NEEDED].insert(0, look)
+    assert program.train([_chain(6)], announced=False)
+    assert all(in_time)
+
+
+def test_homes_wait_for_a_backward_that_is_still_to_come() -> None:
+    """At most for two steps: an output may never see one."""
+    program = Program([_SIZE] * 6, Prefetch(units=1))
+    saved = program.forward(_chain(6))
+    while not any(unit.whole.has_home for unit in program.units):
+        late, saved = saved, program.forward(_chain(6))
+        assert program.backward(late), "its tensors are elsewhere"
+        program.step()
+        assert program.progress.num_steps < 10
+    assert program.progress.num_steps > 3, "nobody waited"
+
+
+def test_a_gather_that_fails_leaves_no_memory() -> None:
+    program = _steady(units=1)
+    program.gather.fails = True
+    with pytest.raises(ConnectionError):
+        program.forward(_chain(6))
+    program.look()
+    assert [unit.state for unit in program.units[2:]] == [State.SHARDED] * 4
 
 
 def test_units_that_stay_are_gathered_once_a_step() -> None:

@@ -63,7 +63,7 @@ class Arena:
 
     def expects(self, unit: Unit) -> bool:
         """Whether ``unit`` comes next in an order that homes were planned for."""
-        return bool(self._possible_with(unit))
+        return unit.spec.index not in self._left_out and bool(self._possible_with(unit))
 
     def _possible_with(self, unit: Unit) -> list[Plan]:
         position, index = self._num_needed, unit.spec.index

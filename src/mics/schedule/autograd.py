@@ -41,9 +41,7 @@ class Autograd:
         self.sites = list(sites)
         self.units = list({unit.spec.index: unit for site in sites for unit in site.units}.values())
         self.progress = progress
-        self.in_backward = False
         self._events = events
-        self._depth = 0  # forwards under way, one inside another
         self._num_backwards = 0
         self._ender: ref[_EndOfBackward] | None = None
         self._sites_of: dict[int, list[ScheduledSite]] = {}  # by unit index
@@ -91,14 +89,14 @@ class Autograd:
                     "context first"
                 )
             return None
-        if self._depth == 0:
+        if self.progress.depth == 0:
             self._notice_failed_backward()
-            if not self.in_backward:
+            if not self.progress.in_backward:
                 self._tell(What.FORWARD_CALLED)
                 self._tell(What.FORWARD_BEGINS)
         if site.is_removed:
             site.refuse_call()
-        self._depth += 1
+        self.progress.depth += 1
         site.depth += 1
         site.forwards.append(None)
         self._need(site.units)
@@ -127,7 +125,7 @@ class Autograd:
         # Results may also be left in the arguments (a list that the forward appends to), and in attributes.
         returned, kept, watched = output, site.kept_tensors(), False
         try:
-            leaving = [*site.units, *(self._on_demand.values() if self._depth == 1 else ())]
+            leaving = [*site.units, *(self._on_demand.values() if self.progress.depth == 1 else ())]
             output = copy_parameters(site, leaving, output, kept, args, kwargs)
             watched = forward is not None and self._watch_outputs(
                 site,
@@ -136,18 +134,17 @@ class Autograd:
             )
         finally:
             site.depth -= 1
-            self._depth -= 1
+            self.progress.depth -= 1
             # A forward inside a backward is a recomputation: its own backward follows at once.
-            if not (self.in_backward and watched):
+            if not (self.progress.in_backward and watched):
                 self._leave_unused(site.units)
-            if self._depth == 0 and not self.in_backward:
+            if self.progress.depth == 0 and not self.progress.in_backward:
                 self._leave_unused(self._on_demand.values())
-                self._tell(What.FORWARD_ENDS)
         return output if output is not returned else None
 
     def _read(self, unit: Unit) -> None:
         """A module reads a parameter of a unit that is not gathered."""
-        if self.progress.suspended or (self._depth == 0 and not self.in_backward):
+        if self.progress.suspended or (self.progress.depth == 0 and not self.progress.in_backward):
             return
         if unit.spec.index not in self._on_demand:
             self._on_demand[unit.spec.index] = unit
@@ -193,7 +190,7 @@ class Autograd:
 
     def _release_early(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
         """What ``_leave`` is about to do, but for the gradients: they travel after what is needed sooner."""
-        if not self.in_backward or call.live_in != self._num_backwards:
+        if not self.progress.in_backward or call.live_in != self._num_backwards:
             return
         self._leave_unused(site.units, leaving=site)
 
@@ -218,7 +215,7 @@ class Autograd:
                 tensor.register_hook(partial(self._enter, site, forward.call))
         if watched:
             self.progress.count_waiting(site.units, 1)
-            if forward.call.needs_params and not self.in_backward:
+            if forward.call.needs_params and not self.progress.in_backward:
                 self.progress.shared_inputs.expect_backward(site, forward)
         return bool(watched)
 
@@ -234,7 +231,7 @@ class Autograd:
     def _enter(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
         """A gradient has reached an output of ``call``: its backward begins."""
         self._notice_failed_backward()
-        if not self.in_backward:
+        if not self.progress.in_backward:
             self._begin_backward()
         if torch.is_grad_enabled():
             raise MicsError(
@@ -257,14 +254,14 @@ class Autograd:
 
     def _leave(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
         """The gradient of an input of ``call`` is complete: its backward is over."""
-        if not self.in_backward or call.live_in != self._num_backwards:
+        if not self.progress.in_backward or call.live_in != self._num_backwards:
             return
         call.live_in = 0
         site.num_live -= 1
         self._finish(site.units)
 
     def _begin_backward(self) -> None:
-        self.in_backward = True
+        self.progress.in_backward = True
         self._num_backwards += 1
         ender = _EndOfBackward(self)
         self._ender = ref(ender)
@@ -286,13 +283,13 @@ class Autograd:
             site.num_live, site.reached = 0, False
         for site in reversed(self.sites):
             self._finish(site.units, at_the_end=True)
-        self.in_backward = False
+        self.progress.in_backward = False
         self._tell(What.BACKWARD_ENDS)
 
     def _notice_failed_backward(self) -> None:
         """If the last backward failed half-way, forget what it left."""
-        if self.in_backward and (self._ender is None or self._ender() is None):
-            self.in_backward = False
+        if self.progress.in_backward and (self._ender is None or self._ender() is None):
+            self.progress.in_backward = False
             for site in self.sites:
                 site.num_live, site.reached = 0, False
             for unit in self.units:
@@ -330,7 +327,11 @@ class Autograd:
 
         Or it is read without a call: nobody sees when that is over, before the forward or backward ends.
         """
-        if unit.spec.index in self._on_demand and (self.in_backward or self._depth) and not at_the_end:
+        if (
+            unit.spec.index in self._on_demand
+            and (self.progress.in_backward or self.progress.depth)
+            and not at_the_end
+        ):
             return True
         sites = self._sites_of[unit.spec.index]
         return any(site.depth or site.num_live > (site is leaving) for site in sites)

@@ -19,7 +19,6 @@ class What(enum.Enum):
 
     FORWARD_CALLED = enum.auto()  # nothing has moved yet: whoever hears this may refuse
     FORWARD_BEGINS = enum.auto()
-    FORWARD_ENDS = enum.auto()
     BACKWARD_BEGINS = enum.auto()
     BACKWARD_ENDS = enum.auto()
     BACKWARD_FAILED = enum.auto()
@@ -59,6 +58,8 @@ class Progress:
     """What the parts of an engine know in common of the step under way."""
 
     suspended: bool = False  # while parameters are summoned
+    depth: int = 0  # forwards under way, one inside another
+    in_backward: bool = False
     more_to_come: bool = False  # another micro-step follows with these parameters
     announced: bool = False  # the micro-step under way is the last one before the optimizer
     num_steps: int = 0  # optimizer steps

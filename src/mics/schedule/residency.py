@@ -62,12 +62,16 @@ class Transitions:
                 refresh_together([unit])
             if unit.whole.is_free:
                 unit.whole.acquire()
+                self._refreshes[unit.spec.index] = unit.num_refreshes
+                self._move(unit, State.GATHERING)
                 found.append(unit)
-        for groups in dict.fromkeys(unit.groups for unit in found):
-            _gather([unit for unit in found if unit.groups is groups], groups)
-        for unit in found:
-            self._refreshes[unit.spec.index] = unit.num_refreshes
-            self._move(unit, State.GATHERING)
+        try:
+            for groups in dict.fromkeys(unit.groups for unit in found):
+                _gather([unit for unit in found if unit.groups is groups], groups)
+        except BaseException:
+            for unit in found:
+                self.reshard(unit)  # nobody has their values
+            raise
         return found
 
     def use(self, unit: Unit) -> None:
@@ -133,11 +137,9 @@ class Residency:
         self._edits_show = edits_show  # masters are gathered as they are, whoever wrote to them
         self._moves = Transitions(self.units)
         self._by_index = {unit.spec.index: unit for unit in self.units}
-        self._in_forward = self._in_backward = False
         self._has_turned = False  # a backward has come since the forward began
         self._num_deferred = 0  # times that homes were to be given and backwards were still to come
         events[What.FORWARD_BEGINS].append(self._begin_forward)
-        events[What.FORWARD_ENDS].append(self._end_forward)
         events[What.BACKWARD_BEGINS].append(self._begin_backward)
         events[What.BACKWARD_ENDS].append(self._end_backward)
         events[What.BACKWARD_FAILED].append(self._fail_backward)
@@ -152,7 +154,7 @@ class Residency:
     # -- the model's forward and backward -----------------------------------------------------------
 
     def _begin_forward(self, event: Event) -> None:
-        self._moves.event, self._in_forward = event, True
+        self._moves.event = event
         self._finish_order()
         # Reshard what was prefetched and not needed after all (an evaluation has no backward). What an
         # evaluation kept may have been edited since, in a way that nobody notices (``.data``) or that only
@@ -164,14 +166,11 @@ class Residency:
             if unit.is_waiting and (not is_next or self._moves.is_stale(unit)):
                 self._moves.reshard(unit)
 
-    def _end_forward(self, event: Event) -> None:
-        self._in_forward = False
-
     def _begin_backward(self, event: Event) -> None:
-        self._in_backward = self._has_turned = True
+        self._has_turned = True
 
     def _end_backward(self, event: Event) -> None:
-        self._moves.event, self._in_backward = event, False
+        self._moves.event = event
         if self._progress.more_to_come:
             self._prefetch_batches(self.plans.first())
         else:
@@ -179,7 +178,7 @@ class Residency:
             self._reshard_waiting(self.units)
 
     def _fail_backward(self, event: Event) -> None:
-        self._moves.event, self._in_backward = event, False
+        self._moves.event = event
         self.plans.forget_current()
         self.arena.forget_current()
         for unit in self.units:
@@ -206,8 +205,8 @@ class Residency:
         if unit.gathered:
             return
         self._log.note(unit.spec.index, GATHERED)
-        upcoming = self.plans.advance(unit.spec.index, in_backward=self._in_backward)
-        if not self._in_backward:
+        upcoming = self.plans.advance(unit.spec.index, in_backward=self._progress.in_backward)
+        if not self._progress.in_backward:
             self._choose_place(unit)
         if unit.whole.at_home and not self._make_room(unit):
             self.arena.give_up()
@@ -235,7 +234,7 @@ class Residency:
         assert unit is not None
         self._moves.event = event
         stays, index = self._stays(unit), unit.spec.index
-        if not self._in_backward and (stays or self.plans.keeps(index)):
+        if not self._progress.in_backward and (stays or self.plans.keeps(index)):
             self._moves.keep(unit)  # the last units of a forward are the first of the backward
         elif self._progress.more_to_come and (stays or self.plans.begins_next(index)):
             self._moves.keep(unit)  # with the same values
@@ -274,7 +273,7 @@ class Residency:
         progress.waiting.clear()
         progress.num_steps += 1
         progress.counts_rows = self._low_memory or not self.plans.is_final
-        is_busy = self._in_backward or self._in_forward
+        is_busy = progress.in_backward or progress.depth
         if is_busy or not self.plans.is_final or self.plans.prefetch.units == 0:
             return
         self._finish_order()
