@@ -124,13 +124,13 @@ def _train(
 _CASES = [
     pytest.param(4, 4, {"partition_size": 1}, id="plain replicas", marks=pytest.mark.full),
     pytest.param(4, 4, {"partition_size": 2, "accumulation": 2}, id="two of two"),
-    pytest.param(4, 4, {"partition_size": 2, "bf16": True}, id="bf16"),
+    pytest.param(4, 4, {"partition_size": 2, "bf16": True}, id="bf16", marks=pytest.mark.full),
     pytest.param(
         4, 4, {"partition_size": 1, "optimizer_sharding": "partition"}, id="partition", marks=pytest.mark.full
     ),
     pytest.param(4, 4, {"partition_size": 2, "prefetch": 0}, id="inline", marks=pytest.mark.full),
     pytest.param(4, 4, {"partition_size": 4}, id="no replicas", marks=pytest.mark.full),
-    pytest.param(4, 4, {"partition_size": 2, "build": toys.LoRA}, id="frozen"),
+    pytest.param(4, 4, {"partition_size": 2, "build": toys.LoRA}, id="frozen", marks=pytest.mark.full),
     pytest.param(8, 2, {"partition_size": 4, "hierarchical": True}, id="two stages"),
 ]
 

@@ -148,7 +148,7 @@ def _check(answers: list[Answer], *said: str, texts: dict[int, str] | None = Non
             assert part in message, message
 
 
-@pytest.mark.parametrize("partition_size", SIZES)
+@pytest.mark.parametrize("partition_size", [pytest.param(1, marks=pytest.mark.full), 2, 4])
 def test_layerdrop_by_rank(pool: RankPool, partition_size: int) -> None:
     """Ranks that leave out different layers: both units are named, where they are gathered or reduced."""
     verb = "reduce" if partition_size == 1 else "gather"
@@ -187,6 +187,7 @@ def _leave_early() -> None:
         mics.comm.join_world().liveness.close()  # as at the end of a program
 
 
+@pytest.mark.full
 def test_a_call_after_the_others_left(pool: RankPool) -> None:
     """Rank 0 saves when the others are through: the error names the call, and who left without it."""
     error = pool.answers(4, _leave_early, grace_s=30)[0].error

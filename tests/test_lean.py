@@ -235,7 +235,7 @@ def _train_with_habits(lean: bool, partition_size: int, habits: Sequence[str]) -
         return {habit: _train(lean, partition_size, habit) for habit in habits}
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_habits_give_the_same_bits(world_size: int) -> None:
     """With one replica and two, also where gradients get memory that others have written to."""
     habits = tiers.some(_HABITS, 5)

@@ -69,6 +69,7 @@ def test_workers_are_reused_over_world_sizes() -> None:
     assert pids[0] == pids[2] == pids[1][:2]
 
 
+@pytest.mark.full
 def test_a_failing_rank_fails_the_test_and_the_pool_recovers() -> None:
     """Rank 1 raises while the others wait in a barrier: its traceback surfaces, soon."""
     start = time.monotonic()

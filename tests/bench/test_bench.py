@@ -72,6 +72,7 @@ for number in numbers:
 """
 
 
+@pytest.mark.full
 def test_a_run_that_crashes_or_hangs_does_not_take_the_others_along(tmp_path: Path) -> None:
     """Each is an outcome with its reason, and the rest are measured in a new process."""
     worker = tmp_path / "worker.py"

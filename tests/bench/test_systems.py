@@ -136,6 +136,7 @@ def _count_collectives(name: str, job: Job) -> dict[str, int]:
     return dict(counts)
 
 
+@pytest.mark.full
 def test_peers_communicate_no_more_than_they_must() -> None:
     """FSDP2 gathers blocks twice a micro-step, embedding and head once; HSDP's replicas meet once a step."""
     num_gathers = 2 * 2 + 1 + 1  # blocks, embedding, head

@@ -80,6 +80,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference: Path, tmp
     assert rows(copy) == rows(reference)
 
 
+@pytest.mark.full
 def test_a_torn_checkpoint_is_passed_over(reference: Path, tmp_path: Path) -> None:
     """A rank's state makes no sense in the latest, a byte is wrong in the next: warnings name the files."""
     copy = copied(reference, tmp_path, last_step=8)
