@@ -27,7 +27,7 @@ $(READY): pyproject.toml scripts/setup_env.sh
 demo: $(READY)  ## train a small model on this machine and draw the run (about a minute)
 	@$(BIN)/mics train $(ARGS)
 
-test: $(READY)  ## every mechanism, with the grids thinned (6 minutes on two cores); GPU tests skip without one
+test: $(READY)  ## every mechanism, with the grids thinned (under 7 minutes on two cores); GPU tests skip without one
 	@$(BIN)/python -m pytest --quick -n auto $(ARGS)
 
 test-all: $(READY)  ## every test (about 17 minutes on two cores)
