@@ -33,11 +33,12 @@ test: $(READY)  ## every mechanism, with the grids thinned (under 7 minutes on t
 test-all: $(READY)  ## every test (about 17 minutes on two cores)
 	@$(BIN)/python -m pytest -n auto $(ARGS)
 
-lint: $(READY)  ## style, types and import order
+lint: $(READY)  ## style, types, import order; prose is read and never fails
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/check_prose.py
 
 format: $(READY)  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .
