@@ -1,0 +1,47 @@
+"""mkdocs: pages that lie beside docs/ (dated results, the changelog) become part of the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = ["benchmarks/results", "examples", "CHANGELOG.md", "CONTRIBUTING.md"]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what docs/ links to outside of itself, under its own path."""
+    for name in OUTSIDE:
+        path = ROOT / name
+        found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".md", ".png"))
+        for each in found:
+            relative = each.relative_to(ROOT).as_posix()
+            files.append(File(relative, str(ROOT), config["site_dir"], config["use_directory_urls"]))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links of docs/ climb one folder more than those of the site; links to sources become plain text."""
+    outside = page.file.src_uri.startswith(tuple(OUTSIDE))
+    known = {file.src_uri for file in files}
+    folder = (ROOT if outside else ROOT / "docs") / Path(page.file.src_uri).parent
+
+    def link(match: re.Match[str]) -> str:
+        text, target, anchor = match.group(1), match.group(2), match.group(3) or ""
+        if "://" in target or not target:
+            return match.group(0)
+        path = (folder / target).resolve()
+        try:
+            relative = path.relative_to(ROOT).as_posix()
+        except ValueError:
+            return text
+        uri = relative.removeprefix("docs/") if relative.startswith("docs/") else relative
+        if uri not in known:
+            return text if not text.startswith("!") else match.group(0)
+        depth = len(Path(page.file.src_uri).parts) - 1
+        return f"[{text}]({'../' * depth}{uri}{anchor})"
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, markdown)
