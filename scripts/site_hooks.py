@@ -16,7 +16,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add what docs/ links to outside of itself, under its own path."""
     for name in OUTSIDE:
         path = ROOT / name
-        found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".md", ".png"))
+        found = (
+            [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".md", ".png"))
+        )
         for each in found:
             relative = each.relative_to(ROOT).as_posix()
             files.append(File(relative, str(ROOT), config["site_dir"], config["use_directory_urls"]))

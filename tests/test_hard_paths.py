@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mics
 from mics.errors import SettingsError
+from tests import toys
 from tests.ranks import run_expecting_error, run_ranks
 
 WORLD_SIZE = 4
@@ -275,3 +276,37 @@ def test_initialisers_that_write_through_data() -> None:
     assert mics.full_state_dict(mics.shard(complete))["scale"].tolist() == [2.0] * WIDTH
     with pytest.raises(SettingsError, match="found none that writes shift;"):
         mics.shard(lacking)
+
+
+def _interrupted(never: bool = False) -> list[float]:
+    """Ctrl-C inside a block, then training goes on, as in a notebook. Buffers stay those of rank 0."""
+    torch.manual_seed(0)
+    model = toys.Chain()
+    model.register_buffer("steps", torch.zeros(()))
+    mics.shard(model, partition_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(4):
+        if step == 2 and not never:
+            block = next(module for module in model.modules() if isinstance(module, nn.Linear))
+            hook = block.register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(*toys.floats(step, 0, dist.get_rank()))
+            hook.remove()
+        model.steps.fill_(step + dist.get_rank())
+        loss = model(*toys.floats(step, 0, dist.get_rank()))
+        assert model.steps.item() == step, "buffers were not brought to all ranks"
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_goes_on_after_an_interrupt() -> None:
+    """No hook of torch tells that a forward ended by KeyboardInterrupt."""
+    assert run_ranks(4, _interrupted) == run_ranks(4, _interrupted, True)

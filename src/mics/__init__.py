@@ -5,6 +5,7 @@ Each name is loaded when it is first used: ``import mics`` costs next to nothing
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from mics.utils.emulated_backend import register
@@ -106,10 +107,14 @@ _MODULES = {
 register()  # init_process_group("emulated", ...) works from here on
 
 
+_loading = RLock()  # threads that load parts of one package at once find each other's halves
+
+
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
-            value = getattr(import_module(f"{__name__}.{module}"), name)
+            with _loading:
+                value = getattr(import_module(f"{__name__}.{module}"), name)
             globals()[name] = value
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

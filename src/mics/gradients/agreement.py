@@ -1,4 +1,4 @@
-"""What the ranks tell each other about a step. Nothing else in the engine asks all of them."""
+"""What the ranks tell each other about a step. Of the engine only this and module buffers ask all ranks."""
 
 from __future__ import annotations
 

@@ -110,6 +110,7 @@ class ShardOwner:
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
         """A backward has come to this rank's piece of a parameter, given by name."""
+        assert self.gradient_came, f"{name}: nobody takes gradients of shards"
         for hear in self.gradient_came:
             hear(name, gradient)
 

@@ -9,8 +9,10 @@ way, also of one that is called twice (``_in_use``). See "Following autograd" in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -89,11 +91,11 @@ class Autograd:
                     "context first"
                 )
             return None
-        if self.progress.depth == 0:
-            self._notice_failed_backward()
-            if not self.progress.in_backward:
-                self._tell(What.FORWARD_CALLED)
-                self._tell(What.FORWARD_BEGINS)
+        if self.progress.depth == 0 or not site.name:
+            self._notice_failure(in_root=not site.name)
+        if self.progress.depth == 0 and not self.progress.in_backward:
+            self._tell(What.FORWARD_CALLED)
+            self._tell(What.FORWARD_BEGINS)
         if site.is_removed:
             site.refuse_call()
         self.progress.depth += 1
@@ -230,7 +232,7 @@ class Autograd:
 
     def _enter(self, site: ScheduledSite, call: Call, grad: Tensor) -> None:
         """A gradient has reached an output of ``call``: its backward begins."""
-        self._notice_failed_backward()
+        self._notice_failure()
         if not self.progress.in_backward:
             self._begin_backward()
         if torch.is_grad_enabled():
@@ -286,15 +288,22 @@ class Autograd:
         self.progress.in_backward = False
         self._tell(What.BACKWARD_ENDS)
 
-    def _notice_failed_backward(self) -> None:
-        """If the last backward failed half-way, forget what it left."""
-        if self.progress.in_backward and (self._ender is None or self._ender() is None):
-            self.progress.in_backward = False
-            for site in self.sites:
-                site.num_live, site.reached = 0, False
-            for unit in self.units:
-                unit.whole.drop_gradients()
-            self._tell(What.BACKWARD_FAILED)
+    def _notice_failure(self, *, in_root: bool = False) -> None:
+        """If the last backward failed half-way, or an interrupt ended a forward, forget what it left.
+
+        torch calls no hook of a forward that ends by Ctrl-C: the model is called, and nothing is around it.
+        """
+        failed = self.progress.in_backward and (self._ender is None or self._ender() is None)
+        if not (failed or (in_root and self.progress.depth and not _is_nested(self.sites))):
+            return
+        self.progress.in_backward, self.progress.depth = False, 0
+        self.progress.shared_inputs.under_way.clear()
+        for site in self.sites:
+            site.depth, site.num_live, site.reached = 0, 0, False
+            site.forwards.clear()
+        for unit in self.units:
+            unit.whole.drop_gradients()
+        self._tell(What.FAILED)
 
     # -- units --------------------------------------------------------------------------------------
 
@@ -335,6 +344,18 @@ class Autograd:
             return True
         sites = self._sites_of[unit.spec.index]
         return any(site.depth or site.num_live > (site is leaving) for site in sites)
+
+
+def _is_nested(sites: Iterable[ScheduledSite]) -> bool:
+    """Whether the module of one site calls that of another, as this thread's stack says."""
+    followed = {id(site.module) for site in sites}
+    frame: FrameType | None = sys._getframe()
+    num_calls = 0
+    while frame is not None:
+        is_call = frame.f_code is nn.Module._call_impl.__code__
+        num_calls += is_call and id(frame.f_locals["self"]) in followed
+        frame = frame.f_back
+    return num_calls > 1
 
 
 class _EndOfBackward:

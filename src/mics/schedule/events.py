@@ -21,7 +21,7 @@ class What(enum.Enum):
     FORWARD_BEGINS = enum.auto()
     BACKWARD_BEGINS = enum.auto()
     BACKWARD_ENDS = enum.auto()
-    BACKWARD_FAILED = enum.auto()
+    FAILED = enum.auto()  # a backward, or a forward that an interrupt ended
     NEEDED = enum.auto()  # somebody is about to compute with the unit, in the forward or the backward
     READ = enum.auto()  # for the first time without a call of its module: nobody will see when that is over
     UNUSED = enum.auto()  # nobody computes with it any more

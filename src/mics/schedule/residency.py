@@ -21,6 +21,7 @@ Everything follows from events (events.py) in their order, the same on all ranks
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -54,23 +55,26 @@ class Transitions:
 
     def prefetch(self, units: Sequence[Unit]) -> list[Unit]:
         """SHARDED to GATHERING, by one collective, as far as there are places for them: which."""
-        found = []
-        for unit in units:
-            if unit.state is not State.SHARDED:
-                continue
-            if unit.masters_changed():
-                refresh_together([unit])
-            if unit.whole.is_free:
-                unit.whole.acquire()
-                self._refreshes[unit.spec.index] = unit.num_refreshes
-                self._move(unit, State.GATHERING)
-                found.append(unit)
+        found: list[Unit] = []
         try:
+            for unit in units:
+                if unit.state is not State.SHARDED:
+                    continue
+                if unit.masters_changed():
+                    refresh_together([unit])
+                if unit.whole.is_free:
+                    unit.whole.acquire()
+                    self._refreshes[unit.spec.index] = unit.num_refreshes
+                    self._move(unit, State.GATHERING)
+                    found.append(unit)
             for groups in dict.fromkeys(unit.groups for unit in found):
                 _gather([unit for unit in found if unit.groups is groups], groups)
         except BaseException:
-            for unit in found:
-                self.reshard(unit)  # nobody has their values
+            for unit in found:  # nobody has their values
+                with suppress(RuntimeError):  # what is raised says more
+                    unit.gathered_at.wait()
+                unit.gathered_at = DONE
+                self.reshard(unit)
             raise
         return found
 
@@ -142,7 +146,7 @@ class Residency:
         events[What.FORWARD_BEGINS].append(self._begin_forward)
         events[What.BACKWARD_BEGINS].append(self._begin_backward)
         events[What.BACKWARD_ENDS].append(self._end_backward)
-        events[What.BACKWARD_FAILED].append(self._fail_backward)
+        events[What.FAILED].append(self._forget)
         events[What.NEEDED].append(self._need)
         events[What.READ].append(self._read)
         events[What.UNUSED].append(self._release)
@@ -177,7 +181,7 @@ class Residency:
             # Backward did not need them (a lookup), and their values may change now.
             self._reshard_waiting(self.units)
 
-    def _fail_backward(self, event: Event) -> None:
+    def _forget(self, event: Event) -> None:
         self._moves.event = event
         self.plans.forget_current()
         self.arena.forget_current()
@@ -223,11 +227,13 @@ class Residency:
             self._prefetch_batches(self.plans.first())
 
     def _read(self, event: Event) -> None:
-        """No call says where it was in the forward: it is always gathered in memory of its own."""
+        """No call says where it was in the forward: from the next one on it has memory of its own."""
         assert event.unit is not None
         self._moves.event = event
         self.arena.leave_out(event.unit)
-        self._live(event.unit, at_home=False)
+        # A backward that is still to come finds its tensors where they were.
+        if not self._progress.waiting[event.unit.spec.index]:
+            self._live(event.unit, at_home=False)
 
     def _release(self, event: Event) -> None:
         unit = event.unit
