@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace) -> None:
             trainer: Any = SYSTEMS[system].build(job)
             found = measure(trainer, job, args)
             if name == "mics, offload":
-                mics.memory(trainer._model)
+                mics.memory_report(trainer._model)
                 offloader = engine_of(trainer._model).offloader
                 expected = offloader.expected_nbytes() if offloader is not None else None
                 assert offloader is not None and expected is not None
@@ -246,7 +246,7 @@ def walk(args: argparse.Namespace) -> None:
                 torch.cuda.reset_peak_memory_stats()
             took = seconds_of(lambda trainer=trainer, batches=batches: trainer.step(batches))
             print(f"\n== {name}: {1e3 * took:.0f} ms a step", flush=True)
-            mics.memory(trainer._model)
+            mics.memory_report(trainer._model)
             trainer.close()
         forget()
 

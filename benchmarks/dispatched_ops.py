@@ -46,7 +46,7 @@ def shard_with_mics(model: nn.Module) -> None:
     mics.shard(
         model,
         partition_size=dist.get_world_size(),
-        precision=mics.Precision(param=torch.bfloat16),
+        precision=mics.Precision(param_dtype=torch.bfloat16),
         # On a CPU lanes are threads, which this count would not see.
         prefetch="auto" if torch.cuda.is_available() else 0,
     )

@@ -74,7 +74,7 @@ def ways(chosen: mics.Prefetch, *, spans_nodes: bool) -> Mapping[str, System]:
         "hop 2 under the last backward": partial(waiting, prefetch=ahead),
         "new parameters under the next forward": partial(build_mics, prefetch=ahead),
         DEFAULT: build_mics,
-        "the default without homes (lean)": partial(build_mics, lean=True),
+        "the default without homes (low_memory)": partial(build_mics, low_memory=True),
     }
     if spans_nodes:
         for name, two_stage in (("one stage", False), ("two stages", True)):

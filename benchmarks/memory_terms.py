@@ -85,7 +85,7 @@ def compare(build: Callable[[], nn.Module], partition_size: int) -> None:
     )
     expected = memory_terms(shape, division, Keeping(checkpoint=False), TOKENS).on_device()
     mics.shard(
-        model, partition_size=partition_size, precision=mics.Precision(param=torch.bfloat16), prefetch=1
+        model, partition_size=partition_size, precision=mics.Precision(param_dtype=torch.bfloat16), prefetch=1
     )
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, VOCABULARY, (1, TOKENS))
@@ -93,7 +93,7 @@ def compare(build: Callable[[], nn.Module], partition_size: int) -> None:
         loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    report = mics.memory(model, show=False)
+    report = mics.memory_report(model, show=False)
     for name in TERMS if dist.get_rank() == 0 else ():
         measured, predicted = report[name].measured or 0, report[name].predicted or 0
         cells = [f"{nbytes / 2**10:.1f}" for nbytes in (measured, expected[name], predicted)]
@@ -109,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        print("| model | term | measured KiB | planner KiB | mics.memory KiB | planner's error |")
+        print("| model | term | measured KiB | planner KiB | mics.memory_report KiB | planner's error |")
         print("|---|---|---:|---:|---:|---:|")
     for build in (gpt, llama, tied_gpt2) if find_spec("transformers") else (gpt,):
         compare(build, args.partition_size)

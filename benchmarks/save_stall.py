@@ -39,7 +39,7 @@ def main() -> None:
     config = GPT_SIZES[args.model]
     with torch.device("meta"):
         model = GPT(config)
-    mics.shard(model, precision=mics.Precision(param=torch.bfloat16 if ON_GPU else torch.float32))
+    mics.shard(model, precision=mics.Precision(param_dtype=torch.bfloat16 if ON_GPU else torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, config.vocab_size, (args.batch, config.seq_len + 1), device=device)
 

@@ -67,9 +67,9 @@ def main() -> None:
     everybody = dist.get_world_size()
     rows = [
         ("float32 everywhere", 1, mics.Precision()),
-        ("hop 2 in bfloat16", 1, mics.Precision(replica_reduce=BF16)),
+        ("hop 2 in bfloat16", 1, mics.Precision(replica_reduce_dtype=BF16)),
         ("float32 everywhere", everybody, mics.Precision()),
-        ("hop 1 in bfloat16", everybody, mics.Precision(reduce=BF16)),
+        ("hop 1 in bfloat16", everybody, mics.Precision(reduce_dtype=BF16)),
     ]
     if dist.get_rank() == 0:
         print("| wire | p | seed | training loss | validation loss |\n|---|---:|---:|---:|---:|", flush=True)

@@ -1,10 +1,10 @@
 """The exactness grid: which cases there are, how one is trained, what it must equal.
 
 A case is a world (ranks, partition size, ranks per node) and a way to train in it (accumulation,
-optimizer sharding, parameter dtype, announced boundary or not, clipping or not; lean, units that stay, or
-neither). For every world with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over the ways to
-train, in which every pair of settings occurs together; `full_cases` takes all combinations. `pair_cases` are
-those of the quick ones that are needed for every pair of settings.
+optimizer sharding, parameter dtype, announced boundary or not, clipping or not; low memory, units that
+stay, or neither). For every world with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over
+the ways to train, in which every pair of settings occurs together; `full_cases` takes all combinations.
+`pair_cases` are those of the quick ones that are needed for every pair of settings.
 
 No pytest here: `python -m tests.gpu_grid` runs the same cases where there is none.
 """
@@ -53,7 +53,7 @@ GPU_BF16 = Tolerance(rtol=0.1, atol=2e-3)
 
 SETTINGS = (
     *("world_size", "partition_size", "ranks_per_node", "accumulation", "optimizer_sharding"),
-    *("bf16", "announced", "clipped", "lean", "staying"),
+    *("bf16", "announced", "clipped", "low_memory", "staying"),
 )
 """What differs between cases, by name."""
 
@@ -70,7 +70,7 @@ class Case:
     bf16: bool
     announced: bool
     clipped: bool
-    lean: bool = False
+    low_memory: bool = False
     staying: bool = False
     shape: tuple[tuple[str, int], ...] = ()
     num_steps: int = 3
@@ -82,7 +82,7 @@ class Case:
             f"{'bf16' if self.bf16 else 'fp32'} "
             f"{'announced' if self.announced else 'unannounced'}"
             f"{' clipped' if self.clipped else ''}"
-            f"{' lean' if self.lean else ''}"
+            f"{' low_memory' if self.low_memory else ''}"
             f"{' staying' if self.staying else ''}"
         )
 
@@ -105,7 +105,7 @@ class Case:
             record_gradients=self.announced,
             device=device,
             options={
-                "lean": self.lean,
+                "low_memory": self.low_memory,
                 "prefetch": mics.Prefetch(units=1, stay_nbytes=_STAY_NBYTES) if self.staying else "auto",
             },
         )
@@ -143,7 +143,7 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
             turn = (index + 2 * number) % 3
             # Units stay once an order has come twice, and the first step has one of its own.
             steps = 4 if turn == 1 and row[0] == 1 else num_steps
-            cases.append(replace(_case(world, row), num_steps=steps, lean=turn == 0, staying=turn == 1))
+            cases.append(replace(_case(world, row), num_steps=steps, low_memory=turn == 0, staying=turn == 1))
     return cases
 
 
@@ -162,8 +162,8 @@ def full_cases(max_world_size: int = 8) -> list[Case]:
     ways = product(range(1, MAX_ACCUMULATION + 1), *[(False, True)] * 4)
     memory = ((False, False), (True, False), (False, True))
     return [
-        replace(_case(world, row), lean=lean, staying=staying)
-        for world, row, (lean, staying) in product(worlds(max_world_size), list(ways), memory)
+        replace(_case(world, row), low_memory=low_memory, staying=staying)
+        for world, row, (low_memory, staying) in product(worlds(max_world_size), list(ways), memory)
     ]
 
 

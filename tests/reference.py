@@ -422,7 +422,7 @@ def shard_model(recipe: Recipe, sharding: Sharding) -> nn.Module:
     if dtype is None and sharding.device != "cpu":
         dtype = torch.float32
     if dtype is not None:
-        options["precision"] = mics.Precision(param=dtype)
+        options["precision"] = mics.Precision(param_dtype=dtype)
     return mics.shard(
         model,
         partition_size=sharding.partition_size,

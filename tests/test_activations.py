@@ -105,8 +105,8 @@ def _fail_in_forward(model: nn.Module, batch: Tensor) -> None:
 _POLICIES = {
     "checkpoint": mics.Activations(),
     "offload": mics.Activations(offload=True),
-    "half": mics.Activations(offload=0.5),
-    "bytes": mics.Activations(offload=200_000, keep_last=0),
+    "half": mics.Activations(offload_fraction=0.5),
+    "bytes": mics.Activations(offload_bytes=200_000, keep_last=0),
     "every other": mics.Activations(every=2, offload=True, keep_last=2),
     "no checkpoint": mics.Activations(checkpoint="none", offload=True),
 }
@@ -220,9 +220,9 @@ def test_a_steady_step_reuses_its_buffers() -> None:
 def test_the_last_ones_and_what_is_over_the_budget_stay() -> None:
     unit = _ROWS * _WIDTH * 4
     assert _traffic(mics.Activations(offload=True, keep_last=2))["offloaded"][-1] == 3 * unit
-    assert _traffic(mics.Activations(offload=2 * unit))["offloaded"] == [2 * unit] * 4
+    assert _traffic(mics.Activations(offload_bytes=2 * unit))["offloaded"] == [2 * unit] * 4
     # Five inputs are saved; the first one is read again, and counts once.
-    assert _traffic(mics.Activations(offload=0.4, keep_last=0))["offloaded"][-1] == 2 * unit
+    assert _traffic(mics.Activations(offload_fraction=0.4, keep_last=0))["offloaded"][-1] == 2 * unit
 
 
 def test_a_full_host_is_an_error_that_says_how_much() -> None:
@@ -244,7 +244,7 @@ def test_an_edit_of_what_stays_is_noticed() -> None:
             x.mul_(2)
             return out.sum()
 
-    policy = mics.Activations(offload=1.0, keep_last=2)
+    policy = mics.Activations(offload_fraction=1.0, keep_last=2)
     edits = mics.shard(EditsLate(2), partition_size=1, activations=policy)
     loss = edits(torch.rand(_ROWS, _WIDTH))
     with pytest.raises(RuntimeError, match="changed in place"):
@@ -253,11 +253,34 @@ def test_an_edit_of_what_stays_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"every": 0}, {"checkpoint": "some"}, {"offload": 1.5}, {"offload": -1}, {"keep_last": -1}],
+    [
+        {"every": 0},
+        {"checkpoint": "some"},
+        {"offload": "all"},
+        {"offload_fraction": 1.5},
+        {"offload_fraction": float("nan")},
+        {"offload_fraction": True},
+        {"offload_bytes": -1},
+        {"offload_bytes": 1},
+        {"offload_bytes": 0.5},
+        {"offload_bytes": False},
+        {"offload_fraction": 0.5, "offload_bytes": 1 << 30},
+        {"keep_last": -1},
+    ],
 )
 def test_bad_settings(wrong: dict[str, Any]) -> None:
-    with pytest.raises(mics.SettingsError, match=next(iter(wrong))):
+    with pytest.raises(
+        mics.SettingsError, match=f"{next(iter(wrong))}.*expected|expected {next(iter(wrong))}"
+    ):
         mics.Activations(**wrong)
+
+
+def test_how_much_to_offload_implies_offload() -> None:
+    assert mics.Activations(offload_fraction=0.5) == mics.Activations(offload=True, offload_fraction=0.5)
+    assert mics.Activations(offload_bytes=1 << 30).offload
+    assert not mics.Activations(offload_fraction=0.0).offload
+    assert not mics.Activations(offload_bytes=0).offload
+    assert not mics.Activations().offload
 
 
 def test_a_callable_chooses() -> None:
@@ -358,8 +381,13 @@ def test_a_backward_that_began_alike_decides_what_comes_back_next() -> None:
 def test_behind_a_forward_without_a_backward_activations_leave_as_ever() -> None:
     """As where a loss is not finite and its backward is left out, the loss still held meanwhile."""
     unit = _ROWS * _WIDTH * 4
-    for offload, leave in ((True, 4), (0.4, 2), (3 * unit, 3)):
-        model = mics.shard(Stack(), partition_size=1, activations=mics.Activations(offload=offload))
+    ways: list[tuple[dict[str, Any], int]] = [
+        ({"offload": True}, 4),
+        ({"offload_fraction": 0.4}, 2),
+        ({"offload_bytes": 3 * unit}, 3),
+    ]
+    for way, leave in ways:
+        model = mics.shard(Stack(), partition_size=1, activations=mics.Activations(**way))
         offloader = engine_of(model).offloader
         assert offloader is not None
         for step in range(6):
@@ -367,9 +395,9 @@ def test_behind_a_forward_without_a_backward_activations_leave_as_ever() -> None
             loss = model(torch.rand(_ROWS, _WIDTH))
             left = offloader.offloaded_nbytes - (before if step == 4 else 0)
             if step in (2, 3):
-                assert left == leave * unit, (offload, step)
+                assert left == leave * unit, (way, step)
             if step == 4:  # behind the one of step 3, whose loss this one has just replaced
-                assert left == (0 if isinstance(offload, int) and offload > 1 else leave * unit), offload
+                assert left == (0 if "offload_bytes" in way else leave * unit), way
             if step != 3:
                 loss.backward()
 
@@ -394,7 +422,7 @@ def test_memory_names_every_term(capsys: pytest.CaptureFixture[str]) -> None:
         model(torch.rand(_ROWS, _WIDTH)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    report = mics.memory(model)
+    report = mics.memory_report(model)
     assert str(report) in capsys.readouterr().out
     unit = _ROWS * _WIDTH * 4
     assert report["parameters"].predicted == report["parameters"].measured
@@ -485,7 +513,7 @@ def test_sizes_that_change_do_not_pile_up() -> None:
 
 def test_a_fraction_is_one_of_the_units() -> None:
     """Not of the bytes of another batch."""
-    model = mics.shard(Chain(), partition_size=1, activations=mics.Activations(offload=0.5))
+    model = mics.shard(Chain(), partition_size=1, activations=mics.Activations(offload_fraction=0.5))
     offloader = engine_of(model).offloader
     assert offloader is not None
     for rows in (1000, 300, 1000):
@@ -505,7 +533,7 @@ def test_frozen_units_before_the_first_that_is_trained_keep_nothing() -> None:
     expected = {"offload": 2 * one, "fraction": one, "checkpoint": 2 * one}
     for name, policy in (
         ("offload", mics.Activations(offload=True, keep_last=0)),
-        ("fraction", mics.Activations(offload=0.5, keep_last=0)),
+        ("fraction", mics.Activations(offload_fraction=0.5, keep_last=0)),
         ("checkpoint", mics.Activations()),
     ):
         model = mics.shard(copy.deepcopy(plain), partition_size=1, activations=policy)
@@ -517,7 +545,7 @@ def test_frozen_units_before_the_first_that_is_trained_keep_nothing() -> None:
             if offloader is not None:
                 assert offloader.offloaded_nbytes == offloader.pool.used_nbytes == expected[name], name
             loss.backward()
-        report = mics.memory(model, show=False)
+        report = mics.memory_report(model, show=False)
         term = report["saved activations" if offloader is None else "offloaded activations"]
         assert term.predicted == term.measured == expected[name], name
         for _ in range(3):
@@ -570,7 +598,7 @@ def test_the_report_counts_what_units_inside_units_keep_once(offload: bool) -> N
     mics.shard(model, partition_size=1, units=[_Nested, nn.Linear], activations=policy)
     for _ in range(2):
         model(torch.rand(_ROWS, _WIDTH)).sum().backward()
-        report = mics.memory(model, show=False)
+        report = mics.memory_report(model, show=False)
         term = report["offloaded activations" if offload else "saved activations"]
         assert term.predicted == term.measured == (2 if offload else 3) * _ROWS * _WIDTH * 4
 

@@ -50,7 +50,7 @@ def test_homes_are_fixed_and_shared() -> None:
 
 def _pieces() -> dict[str, int]:
     """How many pieces of memory hold all shards, masters, gradients and each entry of optimizer state."""
-    model = mics.shard(GPT(_SHAPE), partition_size=2, precision=mics.Precision(param=torch.bfloat16))
+    model = mics.shard(GPT(_SHAPE), partition_size=2, precision=mics.Precision(param_dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters())
     units = engine_of(model).units
     tokens = torch.arange(8).view(1, 8)
@@ -294,11 +294,11 @@ def test_a_graph_from_before_is_refused() -> None:
     assert all("run forward again" in str(error) or "run backward before" in str(error) for error in errors)
 
 
-def _offloaded(lean: bool) -> tuple[list[float], int]:
+def _offloaded(low_memory: bool) -> tuple[list[float], int]:
     """Losses of six steps with activations in host memory, and how many units have a home."""
     torch.manual_seed(0)
     policy = mics.Activations(checkpoint="unit", offload=True)
-    model = mics.shard(GPT(_SHAPE), partition_size=2, lean=lean, activations=policy, prefetch=1)
+    model = mics.shard(GPT(_SHAPE), partition_size=2, low_memory=low_memory, activations=policy, prefetch=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(16).view(2, 8)
     losses = [_step(model, optimizer, tokens) for _ in range(6)]
@@ -309,7 +309,7 @@ def _offloaded(lean: bool) -> tuple[list[float], int]:
 
 def test_homes_and_offload_go_together() -> None:
     """The same bits as in low memory, which has no homes."""
-    found = [run_ranks(4, _offloaded, lean, ranks_per_node=2) for lean in (False, True)]
+    found = [run_ranks(4, _offloaded, low_memory, ranks_per_node=2) for low_memory in (False, True)]
     for with_homes, without in zip(*found, strict=True):
         assert with_homes[0] == without[0]
         assert with_homes[1] > 0 and without[1] == 0

@@ -102,7 +102,7 @@ def _train(
 ) -> tuple[list[float], dict[str, Tensor], mics.Traffic]:
     """Losses, whole parameters, traffic. The ranks ``flips`` flip a bit after ``flip_at`` optimizer steps."""
     torch.manual_seed(0)
-    precision = mics.Precision(param=torch.bfloat16 if bf16 else torch.float32)
+    precision = mics.Precision(param_dtype=torch.bfloat16 if bf16 else torch.float32)
     model = mics.shard(build(), precision=precision, **settings)
     optimizer = adamw(model)
     losses = []
@@ -264,7 +264,7 @@ def test_nobody_looks_before_the_interval_is_over(audit_interval: int | str) -> 
 
 def _explicit(partition_size: int, flipped: int | None, bf16: bool) -> tuple[Any, Any]:
     """The report of equal replicas, and what is found after a flip: an error's fields, or a report."""
-    precision = mics.Precision(param=torch.bfloat16 if bf16 else torch.float32)
+    precision = mics.Precision(param_dtype=torch.bfloat16 if bf16 else torch.float32)
     model = mics.shard(CHAIN(), partition_size=partition_size, audit_interval=0, precision=precision)
     optimizer = adamw(model)
     model(*toys.floats(0, 0, dist.get_rank())).backward()
@@ -272,11 +272,11 @@ def _explicit(partition_size: int, flipped: int | None, bf16: bool) -> tuple[Any
     with torch.no_grad():  # an edit that no gather has carried to the others yet
         for param in model.parameters():
             param.mul_(0.5)
-    report = mics.audit(model)
+    report = mics.audit_replicas(model)
     if dist.get_rank() == flipped:
         _flip(model, SECOND, bit=31)
     try:
-        return report, mics.audit(model)
+        return report, mics.audit_replicas(model)
     except mics.ReplicaError as error:
         return report, (error.ranks, error.units, error.step)
 
@@ -310,7 +310,7 @@ def _edited(interval: int) -> int:
                 param.mul_(0.99)
         optimizer.step()
         optimizer.zero_grad()
-    return mics.audit(model).step
+    return mics.audit_replicas(model).step
 
 
 def test_edits_are_no_difference() -> None:
@@ -345,7 +345,7 @@ def _late() -> int:
             model(*toys.floats(step, 0, dist.get_rank())).backward()
             optimizer.step()  # momentum moves what has no gradient any more
             optimizer.zero_grad(set_to_none=False)
-        return mics.audit(model).step
+        return mics.audit_replicas(model).step
 
 
 def test_values_on_their_way_are_waited_for() -> None:
@@ -404,7 +404,7 @@ def test_nobody_waits_on_a_gpu(partition_size: int) -> None:
                 optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert mics.audit(model).step == 12
+        assert mics.audit_replicas(model).step == 12
 
 
 @pytest.mark.gpu

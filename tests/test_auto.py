@@ -91,7 +91,7 @@ def test_prefetch_follows_from_the_times() -> None:
     assert prefetch_units([1.0] * 8, [1.5] * 8) == 2
     assert prefetch_units([9.0] * 8, [1.0] * 8) == 3
     assert prefetch_units([1.0, 1.0, 4.0, 1.0], [5.0, 0.1, 5.0, 5.0]) == 2, "a small unit hides nothing"
-    assert prefetch_units([1.0, 1.0, 4.0, 1.0], [5.0, 0.1, 5.0, 5.0], lean=True) == 1, "most are hidden"
+    assert prefetch_units([1.0, 1.0, 4.0, 1.0], [5.0, 0.1, 5.0, 5.0], low_memory=True) == 1, "most are hidden"
     assert prefetch_units([], []) == prefetch_units([1.0], [1.0]) == 1
 
 

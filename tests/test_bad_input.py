@@ -76,11 +76,11 @@ def test_settings_that_make_no_sense(options: dict[str, Any], parts: tuple[str, 
 
 def test_precisions_that_make_no_sense() -> None:
     """A format that is no floating-point one is refused where the policy is made."""
-    for field in ("param", "reduce", "master"):
+    for field in ("param_dtype", "reduce_dtype", "master_dtype"):
         with pytest.raises(ValueError, match=f"Precision.{field}.*int64"):
             mics.Precision(**{field: torch.int64})
-    with pytest.raises(ValueError, match=r"Precision\.reduce"):
-        mics.Precision(reduce=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Precision\.reduce_dtype"):
+        mics.Precision(reduce_dtype=None)  # type: ignore[arg-type]
 
 
 def _shard_on_mesh(shape: tuple[int, ...], **options: Any) -> None:
@@ -135,7 +135,7 @@ def _disagree(what: str) -> None:
     if what == "optimizer_sharding" and odd:
         options["optimizer_sharding"] = "partition"
     if what == "precision" and odd:
-        options["precision"] = mics.Precision(param=torch.bfloat16)
+        options["precision"] = mics.Precision(param_dtype=torch.bfloat16)
     if what == "hierarchical" and odd:
         options["hierarchical"] = False
     if what == "units" and odd:
@@ -288,7 +288,7 @@ def _unsharded(call: str) -> None:
         "full_gradients": lambda: mics.full_gradients(model),
         "traffic": lambda: mics.traffic(model),
         "load_full_state_dict": lambda: mics.load_full_state_dict(model, {}),
-        "summon": lambda: mics.summon(model).__enter__(),
+        "summon": lambda: mics.summon_full_params(model).__enter__(),
     }
     calls[call]()
 

@@ -87,9 +87,9 @@ def _round_trips(folder: Path) -> None:
     saved = mics.full_state_dict(model, rank0_only=False)
     state = mics.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     assert saved["head.2.weight"].shape == state["head.2.weight"]["exp_avg"].shape == (toys.DIM, 5)
-    assert mics.audit(model).num_units > mics.audit(model.head).num_units > 0
+    assert mics.audit_replicas(model).num_units > mics.audit_replicas(model.head).num_units > 0
     mics.save(folder, model, optimizer)
-    with mics.summon(model, writeback=True):
+    with mics.summon_full_params(model, write=True):
         assert model.head[2].weight.shape == (toys.DIM, 5)
         with torch.no_grad():
             model.head[2].weight.zero_()
@@ -221,7 +221,7 @@ def test_a_steady_step_looks_at_no_module() -> None:
         mics.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad(), mics.summon(model, writeback=True):
+        with torch.no_grad(), mics.summon_full_params(model, write=True):
             model.eval()(*toys.floats(step, 0, 0))
         model.train().load_state_dict(mics.full_state_dict(model))
     assert CHANGES.count == before

@@ -55,7 +55,7 @@ def _skip_a_step(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tens
 def _summon(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:
     import mics
 
-    with mics.summon(model):
+    with mics.summon_full_params(model):
         pass
 
 
@@ -75,7 +75,7 @@ def _faults() -> dict[str, Fault]:
         ),
         "clip_grad_norm_": lambda model, *_: mics.clip_grad_norm_(model, 1.0),
         "nonfinite_units": lambda model, *_: mics.nonfinite_units(model),
-        "audit": lambda model, *_: mics.audit(model),
+        "audit": lambda model, *_: mics.audit_replicas(model),
         "summon_full_params": _summon,
     }
 

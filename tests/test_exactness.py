@@ -106,12 +106,12 @@ def test_one_stage_where_two_were_possible() -> None:
 
 
 def _reduced_in_bf16(recipe: Recipe) -> Outcome:
-    precision = mics.Precision(param=torch.float32, reduce=torch.bfloat16)
+    precision = mics.Precision(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
     return train_sharded(recipe, Sharding(partition_size=2, options={"precision": precision}))
 
 
 def test_gradients_that_travel_in_bf16() -> None:
-    """`Precision(reduce=bfloat16)`: right up to bf16's rounding, and not exactly."""
+    """`Precision(reduce_dtype=bfloat16)`: right up to bf16's rounding, and not exactly."""
     recipe = language_recipe(accumulation=2)
     found = merge(run_ranks(4, _reduced_in_bf16, recipe, ranks_per_node=2))
     expected = train_ordered(recipe, world_size=4, partition_size=2, ranks_per_node=2)
@@ -131,7 +131,7 @@ def _cases(draw: st.DrawFn) -> Case:
         bf16=draw(st.booleans()),
         announced=draw(st.booleans()),
         clipped=draw(st.booleans()),
-        lean=draw(st.booleans()),
+        low_memory=draw(st.booleans()),
         staying=draw(st.booleans()),
         num_steps=2,
         shape=(

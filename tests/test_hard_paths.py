@@ -213,7 +213,7 @@ def test_a_step_between_forward_and_backward_is_refused() -> None:
 
 def _batch_norm_in_bf16() -> list[str]:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)]
-    model = mics.shard(nn.Sequential(*layers), precision=mics.Precision(param=torch.bfloat16))
+    model = mics.shard(nn.Sequential(*layers), precision=mics.Precision(param_dtype=torch.bfloat16))
     model(_batch(0, dist.get_rank())).float().pow(2).mean().backward()
     assert mics.clip_grad_norm_(model, 1.0).isfinite()
     return [str(value.dtype) for value in mics.full_state_dict(model, rank0_only=False).values()]

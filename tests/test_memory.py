@@ -64,7 +64,7 @@ def _train_and_measure(
         model,
         partition_size=partition_size,
         optimizer_sharding=optimizer_sharding,
-        precision=mics.Precision(param=torch.bfloat16),
+        precision=mics.Precision(param_dtype=torch.bfloat16),
         prefetch=prefetch,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -156,8 +156,10 @@ def test_nothing_else_grows_with_the_model(partition_size: int) -> None:
 
 _WIRES = (
     mics.Precision(),
-    mics.Precision(param=torch.bfloat16),
-    mics.Precision(param=torch.bfloat16, reduce=torch.bfloat16, replica_reduce=torch.bfloat16),
+    mics.Precision(param_dtype=torch.bfloat16),
+    mics.Precision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, replica_reduce_dtype=torch.bfloat16
+    ),
 )
 
 
@@ -170,13 +172,13 @@ def _arena(tied: bool, num_frozen: int, activations: mics.Activations | None) ->
         for module in (model.embedding, model.positions, *model.blocks[:num_frozen]):
             if module is not None:
                 module.requires_grad_(False)
-    mics.shard(model, partition_size=2, activations=activations, lean=False)
+    mics.shard(model, partition_size=2, activations=activations, low_memory=False)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     for _ in range(4):
         model(torch.randint(0, 512, (2, 16))).float().logsumexp(-1).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    term = mics.memory(model, show=False)["gathered units"]
+    term = mics.memory_report(model, show=False)["gathered units"]
     return term.predicted, term.measured
 
 
@@ -213,14 +215,14 @@ class Nested(nn.Module):
 
 def _nested_arena(prefetch: int, activations: mics.Activations | None) -> tuple[int | None, ...]:
     model = nn.Sequential(nn.Linear(48, 48), *(Nested(48) for _ in range(4)))
-    settings: dict[str, Any] = {"units": [Nested, Block], "activations": activations, "lean": False}
+    settings: dict[str, Any] = {"units": [Nested, Block], "activations": activations, "low_memory": False}
     mics.shard(model, partition_size=2, prefetch=prefetch, **settings)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(6):
         model(torch.rand(4, 48)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    term = mics.memory(model, show=False)["gathered units"]
+    term = mics.memory_report(model, show=False)["gathered units"]
     return term.predicted, term.measured
 
 
@@ -235,7 +237,7 @@ def test_gathered_units_inside_others(prefetch: int, activations: mics.Activatio
         assert predicted == pytest.approx(measured, rel=0.02)
 
 
-def _wire(partition_size: int, sharding: str, lean: bool) -> list[tuple[int | None, int | None]]:
+def _wire(partition_size: int, sharding: str, low_memory: bool) -> list[tuple[int | None, int | None]]:
     found = []
     for precision in _WIRES:
         model = Stack(37, 3)
@@ -243,7 +245,7 @@ def _wire(partition_size: int, sharding: str, lean: bool) -> list[tuple[int | No
             model,
             partition_size=partition_size,
             optimizer_sharding=sharding,
-            lean=lean,
+            low_memory=low_memory,
             precision=precision,
             hierarchical=True,
         )
@@ -252,15 +254,15 @@ def _wire(partition_size: int, sharding: str, lean: bool) -> list[tuple[int | No
             model(torch.randn(2, 37)).float().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        term = mics.memory(model, show=False)["wire"]
+        term = mics.memory_report(model, show=False)["wire"]
         found.append((term.predicted, term.measured))
     return found
 
 
-@pairwise.parametrize(partition_size=[1, 2, 4], sharding=["world", "partition"], lean=[False, True])
-def test_chunks_on_their_way(partition_size: int, sharding: str, lean: bool) -> None:
+@pairwise.parametrize(partition_size=[1, 2, 4], sharding=["world", "partition"], low_memory=[False, True])
+def test_chunks_on_their_way(partition_size: int, sharding: str, low_memory: bool) -> None:
     """Flat and in two stages, with replicas, with masters that are cast, with a narrower wire."""
-    for found in run_ranks(4, _wire, partition_size, sharding, lean, ranks_per_node=2):
+    for found in run_ranks(4, _wire, partition_size, sharding, low_memory, ranks_per_node=2):
         for precision, (predicted, measured) in zip(_WIRES, found, strict=True):
             assert predicted is not None and measured is not None and measured > 10_000
             # The ranks' agreement at the boundary passes through a little memory too.
@@ -271,5 +273,5 @@ def test_imagined_ranks_put_nothing_on_the_wire() -> None:
     with mics.emulate(find_cluster("dgx-h100:1")):
         model = mics.shard(Stack(8, 3), partition_size=8)
         model(torch.rand(4, 8)).sum().backward()
-        term = mics.memory(model, show=False)["wire"]
+        term = mics.memory_report(model, show=False)["wire"]
     assert term.predicted == term.measured == 0

@@ -210,10 +210,12 @@ def test_weights_used_without_calling_their_module() -> None:
     assert_trains_like_plain(recipe, tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize("lean", [False, True])
-def test_weights_read_before_their_module_is_called(lean: bool) -> None:
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_weights_read_before_their_module_is_called(low_memory: bool) -> None:
     """Nobody sees when the last use of such a weight is over: not before the forward, or the backward, is."""
-    assert_trains_like_plain(_recipe(partial(toys.ReadAhead, 2)), tolerance=ROUNDING, options={"lean": lean})
+    assert_trains_like_plain(
+        _recipe(partial(toys.ReadAhead, 2)), tolerance=ROUNDING, options={"low_memory": low_memory}
+    )
 
 
 def test_auxiliary_losses_on_attributes() -> None:

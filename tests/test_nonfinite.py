@@ -52,7 +52,7 @@ def _found(
         model,
         partition_size=partition_size,
         optimizer_sharding=optimizer_sharding,
-        precision=mics.Precision(param=torch.bfloat16 if bf16 else torch.float32),
+        precision=mics.Precision(param_dtype=torch.bfloat16 if bf16 else torch.float32),
     )
     optimizer = adamw(model)
     answers, norm = [mics.nonfinite_units(model)], torch.zeros(())

@@ -374,7 +374,7 @@ def _scaled_training(
     if rank is not None:
         import mics
 
-        mics.shard(model, partition_size=2, precision=mics.Precision(param=torch.float16))
+        mics.shard(model, partition_size=2, precision=mics.Precision(param_dtype=torch.float16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     scales, values = [], []
@@ -466,7 +466,7 @@ def _gathers(num_optimizers: int) -> int:
         nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))),
         partition_size=2,
         prefetch=2,
-        precision=mics.Precision(param=torch.bfloat16),
+        precision=mics.Precision(param_dtype=torch.bfloat16),
     )
     params, size = list(model.parameters()), 16 // num_optimizers
     optimizers = [torch.optim.SGD(params[n : n + size], lr=0.1) for n in range(0, 16, size)]

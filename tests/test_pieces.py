@@ -388,7 +388,7 @@ def _initialised() -> dict[str, Tensor]:
         for param in model.parameters():
             if param.dim() == 1:
                 nn.init.constant_(param, 0.5)
-    mics.audit(model)
+    mics.audit_replicas(model)
     return mics.full_state_dict(model, rank0_only=False)
 
 
@@ -434,8 +434,8 @@ def test_whole_tensors_that_differ_between_ranks_are_not_loaded() -> None:
 def _average_in_float32() -> list[Tensor]:
     model = toys.Chain()
     average = copy.deepcopy(model).requires_grad_(False)
-    mics.shard(model, partition_size=2, precision=mics.Precision(param=torch.bfloat16))
-    mics.shard(average, partition_size=2, precision=mics.Precision(param=torch.float32))
+    mics.shard(model, partition_size=2, precision=mics.Precision(param_dtype=torch.bfloat16))
+    mics.shard(average, partition_size=2, precision=mics.Precision(param_dtype=torch.float32))
     with torch.no_grad():
         for mean, p in zip(average.parameters(), model.parameters(), strict=True):
             p.mul_(2)

@@ -16,11 +16,11 @@ def test_exports() -> None:
     assert sorted(mics.__all__) == [
         "Activations", "AuditReport", "CheckpointError", "Cluster", "CollectiveError", "Emulation",
         "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "ReplicaError", "Saving",
-        "SettingsError", "Traffic", "allow_optimizer", "audit", "clip_grad_norm_", "emulate",
+        "SettingsError", "Traffic", "allow_optimizer", "audit_replicas", "clip_grad_norm_", "emulate",
         "full_gradients", "full_optimizer_state_dict", "full_state_dict", "load",
-        "load_full_state_dict", "memory", "microsteps", "nonfinite_units",
+        "load_full_state_dict", "memory_report", "microsteps", "nonfinite_units",
         "norms", "num_parameters", "register_forward_method", "save", "shard",
-        "summon", "summon_full_params", "traffic",
+        "summon_full_params", "traffic",
     ]  # fmt: skip
     assert all(hasattr(mics, name) for name in mics.__all__)
 
@@ -41,7 +41,7 @@ def test_names_are_loaded_when_first_used() -> None:
     """``import mics`` costs nothing beside torch."""
     program = "import sys, mics; print(sorted(name for name in sys.modules if name.startswith('mics.')))"
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert found.stdout.strip() == "['mics.utils', 'mics.utils.emulated_backend']"
+    assert found.stdout.strip() == "['mics.utils', 'mics.utils.deprecation', 'mics.utils.emulated_backend']"
 
 
 def test_sharding_loads_the_engine_alone() -> None:

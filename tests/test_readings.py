@@ -57,7 +57,7 @@ def read_all(
     """On one rank: readings of a sharded model, of all parameters or `names`; how many, and what is wrong."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     whole = whole_model(world_size, device)
-    precision = mics.Precision(param=torch.float32)
+    precision = mics.Precision(param_dtype=torch.float32)
     model = mics.shard(
         Net().to(device),
         partition_size=partition_size,

@@ -235,15 +235,15 @@ def test_conversions_that_change_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("writeback", [True, False])
-def test_a_step_while_parameters_are_summoned(writeback: bool) -> None:
+@pytest.mark.parametrize("write", [True, False])
+def test_a_step_while_parameters_are_summoned(write: bool) -> None:
     """It would be undone, or not be seen."""
     model = _sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(*toys.floats(0, 0, 0)).backward()
     before = mics.full_state_dict(model)
     with (
-        mics.summon(model, writeback=writeback),
+        mics.summon_full_params(model, write=write),
         pytest.raises(MicsError, match=r"step\(\).*leave the context"),
     ):
         optimizer.step()

@@ -168,7 +168,7 @@ def _on_two_nodes(build: Callable[[], nn.Module], policies: list[mics.Activation
 
 @pytest.mark.parametrize("build", [partial(Fused, 4), pytest.param(Cells, marks=pytest.mark.full)])
 def test_what_units_save_comes_back_with_replicas_and_accumulation(build: Callable[[], nn.Module]) -> None:
-    """On two nodes of two ranks, lean where it is offloaded, and gathered parameters among what is saved."""
+    """On two nodes of two ranks, `low_memory` where it is offloaded, and parameters among what is saved."""
     policies = [None, _ALL, _NONE, _EVERY_OTHER]
     for plain, *others in run_ranks(4, _on_two_nodes, build, policies, ranks_per_node=2):
         assert any(parameter.numel() for parameter in plain)
@@ -415,7 +415,7 @@ def test_a_class_of_modules_is_computed_again() -> None:
         model, partition_size=1, units=[Gated, TakesGradient], activations=mics.Activations(checkpoint=Gated)
     )
     model(torch.rand(_ROWS, _WIDTH)).sum().backward()
-    term = mics.memory(model, show=False)["saved activations"]
+    term = mics.memory_report(model, show=False)["saved activations"]
     assert term.predicted == term.measured == 2 * _INPUT
 
 
@@ -473,8 +473,8 @@ def test_no_more_host_memory_is_asked_for_than_is_needed() -> None:
 
 def test_a_forward_that_is_dropped_says_nothing_about_the_next() -> None:
     """Evaluations with gradients, and batches that are skipped: neither host memory nor fractions change."""
-    for offload, leaving in ((True, 4), (0.5, 2)):
-        policy = mics.Activations(offload=offload, keep_last=0)
+    for fraction, leaving in ((None, 4), (0.5, 2)):
+        policy = mics.Activations(offload=True, offload_fraction=fraction, keep_last=0)
         model, offloader = _sharded(Stack(Gated), policy)
         assert offloader is not None
         for step in range(6):
@@ -484,7 +484,7 @@ def test_a_forward_that_is_dropped_says_nothing_about_the_next() -> None:
                 del loss
             before = offloader.offloaded_nbytes if step in (2, 3) else 0
             model(torch.rand(_ROWS, _WIDTH)).backward()
-            assert offloader.offloaded_nbytes - before == leaving * _INPUT, (offload, step)
+            assert offloader.offloaded_nbytes - before == leaving * _INPUT, (fraction, step)
         expected = offloader.expected_nbytes()
         assert expected is not None and expected.on_host == leaving * _INPUT
         # Two of them are alive at once where a variable gets the next one's loss.
@@ -620,7 +620,7 @@ def test_settings_that_would_change_nothing(model: nn.Module, settings: dict[str
 
 
 def test_a_limit_in_bytes_holds_when_sizes_change() -> None:
-    model, offloader = _sharded(Stack(Gated), mics.Activations(offload=1_000_000, keep_last=0))
+    model, offloader = _sharded(Stack(Gated), mics.Activations(offload_bytes=1_000_000, keep_last=0))
     assert offloader is not None
     for rows in (300, 3900, 300, 3900):
         model(torch.rand(rows, _WIDTH)).backward()

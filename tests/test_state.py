@@ -143,7 +143,7 @@ def test_a_full_state_dict_of_one_process_is_a_copy() -> None:
 def _bf16_state() -> dict[str, torch.Tensor]:
     import mics
 
-    return mics.full_state_dict(_sharded(2, precision=mics.Precision(param=torch.bfloat16)))
+    return mics.full_state_dict(_sharded(2, precision=mics.Precision(param_dtype=torch.bfloat16)))
 
 
 def test_full_state_dict_holds_the_masters() -> None:
@@ -162,7 +162,7 @@ def test_full_state_dict_holds_the_masters() -> None:
 def _load(how: str, optimizer_sharding: str, bf16: bool) -> tuple[dict[str, Any], float, float]:
     import mics
 
-    precision = mics.Precision(param=torch.bfloat16 if bf16 else None)
+    precision = mics.Precision(param_dtype=torch.bfloat16 if bf16 else None)
     model = _sharded(2, seed=1, optimizer_sharding=optimizer_sharding, precision=precision)
     _loss(model)  # the old values have been gathered once: the new ones must not be confused with them
     source = _plain().state_dict()
@@ -296,7 +296,7 @@ def _summon() -> dict[str, Any]:
     model = _sharded(2)
     seen: dict[str, Any] = {}
     shapes = [tuple(p.shape) for p in model.parameters()]
-    with mics.summon(model):
+    with mics.summon_full_params(model):
         seen["values"] = {name: p.detach().clone() for name, p in model.named_parameters()}
         seen["tied"] = model.head.weight is model.embedding.weight
         seen["loss"] = _loss(model)
@@ -304,7 +304,7 @@ def _summon() -> dict[str, Any]:
             model.norm.weight.fill_(3.0)
     seen["back"] = [tuple(p.shape) for p in model.parameters()] == shapes
     seen["kept"] = mics.full_state_dict(model, rank0_only=False)["norm.weight"]
-    with mics.summon(model, writeback=True), torch.no_grad():
+    with mics.summon_full_params(model, write=True), torch.no_grad():
         model.norm.weight.fill_(3.0)
         model.embedding.weight[2].add_(1.0)
         model.blocks[1].up.bias.zero_()
@@ -318,7 +318,7 @@ def _summon() -> dict[str, Any]:
 
 
 def test_summon_reads_and_writes_back() -> None:
-    """Full parameters inside the context; edits are dropped, or kept and trained on with writeback."""
+    """Full parameters inside the context; edits are dropped, or kept and trained on with `write`."""
     plain = _plain()
     changed = _plain()
     with torch.no_grad():
@@ -341,7 +341,7 @@ def _summon_and_raise() -> float:
 
     model = _sharded(2)
     try:
-        with mics.summon(model):
+        with mics.summon_full_params(model):
             raise KeyError("inside")
     except KeyError:
         pass
@@ -357,7 +357,7 @@ def _train_inside_summon() -> None:
     import mics
 
     model = _sharded(2)
-    with mics.summon(model):
+    with mics.summon_full_params(model):
         model(*toys.language_batch(0, 0, 0)).backward()
 
 

@@ -117,7 +117,7 @@ def _several_orders(stay_nbytes: int) -> tuple[list[float], int]:
                 parameter.data.sub_(parameter.grad, alpha=0.5)
         model.zero_grad()
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # a boundary, and nothing to do
-    return losses, mics.memory(model, show=False)["gathered units"].measured or 0
+    return losses, mics.memory_report(model, show=False)["gathered units"].measured or 0
 
 
 @pytest.mark.full
@@ -138,7 +138,7 @@ def _report(stay_nbytes: int) -> tuple[int | None, int | None, str]:
             model(batch, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    term = mics.memory(model, show=False)["gathered units"]
+    term = mics.memory_report(model, show=False)["gathered units"]
     return term.predicted, term.measured, term.about
 
 

@@ -105,7 +105,7 @@ def _trained(
                 for param in model.parameters():
                     param.zero_()
             mics.load(folder, model, optimizer)
-    assert mics.audit(model).ranks
+    assert mics.audit_replicas(model).ranks
     return {"norms": norms, "state": mics.full_state_dict(model)}
 
 
@@ -155,7 +155,7 @@ def test_a_gpu_by_default(tmp_path: Path) -> None:
     import mics
 
     options = {
-        "precision": mics.Precision(param=torch.float32),
+        "precision": mics.Precision(param_dtype=torch.float32),
         "activations": mics.Activations(offload=True),
     }
     args = (torch.float32, adamw, str(tmp_path), 2, options)

@@ -74,7 +74,7 @@ def _phases(
     """
     import mics
 
-    precision = mics.Precision(param=torch.bfloat16 if bf16 else torch.float32)
+    precision = mics.Precision(param_dtype=torch.bfloat16 if bf16 else torch.float32)
     model = mics.shard(
         build(),
         partition_size=partition_size,

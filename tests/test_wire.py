@@ -13,7 +13,7 @@ from mics.comm.codec import Cast
 from mics.engine import engine_of
 from tests.ranks import run_ranks
 
-_PRECISION = mics.Precision(replica_reduce=torch.bfloat16)
+_PRECISION = mics.Precision(replica_reduce_dtype=torch.bfloat16)
 
 
 def _reduced() -> bool:
@@ -75,9 +75,9 @@ def test_training_moves_fewer_bytes_and_stays_close(optimizer_sharding: str) -> 
 
 def test_a_wider_format_changes_nothing() -> None:
     """What is accumulated in float32 does not travel in float64."""
-    assert mics.Precision(replica_reduce=torch.float64).replica_dtype(torch.float32) is torch.float32
-    with pytest.raises(mics.SettingsError, match="replica_reduce"):
-        mics.Precision(replica_reduce=torch.int8)
+    assert mics.Precision(replica_reduce_dtype=torch.float64).dtype_of_hop_2(torch.float32) is torch.float32
+    with pytest.raises(mics.SettingsError, match="replica_reduce_dtype"):
+        mics.Precision(replica_reduce_dtype=torch.int8)
 
 
 def _exchanged() -> list[str]:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from mics.utils.deprecation import OLD_NAMES, warn_of_old
 from mics.utils.emulated_backend import register
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from mics.checkpoint import Saving, load, save
     from mics.comm import Traffic
     from mics.cost.clusters import Cluster, Link
-    from mics.diagnostics.audit import AuditReport, audit
-    from mics.diagnostics.memory import MemoryReport, memory
+    from mics.diagnostics.audit import AuditReport, audit_replicas
+    from mics.diagnostics.memory import MemoryReport, memory_report
     from mics.diagnostics.nonfinite import nonfinite_units
     from mics.emulator import Emulation, emulate
     from mics.errors import CheckpointError, CollectiveError, MicsError, ReplicaError, SettingsError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         full_state_dict,
         load_full_state_dict,
         num_parameters,
-        summon,
         summon_full_params,
     )
 
@@ -57,7 +57,7 @@ __all__ = [
     "SettingsError",
     "Traffic",
     "allow_optimizer",
-    "audit",
+    "audit_replicas",
     "clip_grad_norm_",
     "emulate",
     "full_gradients",
@@ -65,7 +65,7 @@ __all__ = [
     "full_state_dict",
     "load",
     "load_full_state_dict",
-    "memory",
+    "memory_report",
     "microsteps",
     "nonfinite_units",
     "norms",
@@ -73,7 +73,6 @@ __all__ = [
     "register_forward_method",
     "save",
     "shard",
-    "summon",
     "summon_full_params",
     "traffic",
 ]
@@ -84,8 +83,8 @@ _MODULES = {
     "checkpoint": ["Saving", "load", "save"],
     "comm": ["Traffic"],
     "cost.clusters": ["Cluster", "Link"],
-    "diagnostics.audit": ["AuditReport", "audit"],
-    "diagnostics.memory": ["MemoryReport", "memory"],
+    "diagnostics.audit": ["AuditReport", "audit_replicas"],
+    "diagnostics.memory": ["MemoryReport", "memory_report"],
     "diagnostics.nonfinite": ["nonfinite_units"],
     "emulator": ["Emulation", "emulate"],
     "errors": ["CheckpointError", "CollectiveError", "MicsError", "ReplicaError", "SettingsError"],
@@ -99,7 +98,6 @@ _MODULES = {
         "full_state_dict",
         "load_full_state_dict",
         "num_parameters",
-        "summon",
         "summon_full_params",
     ],
 }
@@ -117,6 +115,9 @@ def __getattr__(name: str) -> Any:
                 value = getattr(import_module(f"{__name__}.{module}"), name)
             globals()[name] = value
             return value
+    if name in OLD_NAMES:
+        warn_of_old(f"{__name__}.{name}", f"{__name__}.{OLD_NAMES[name]}")
+        return getattr(import_module(__name__), OLD_NAMES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -29,6 +29,7 @@ from mics.errors import SettingsError
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
 from mics.schedule.methods import follow_method
+from mics.utils.deprecation import takes_old_keywords
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@takes_old_keywords("mics.shard", lean="low_memory")
 def shard(
     model: nn.Module,
     *,
@@ -47,7 +49,7 @@ def shard(
     precision: Precision | None = None,
     prefetch: Literal["auto"] | int | Prefetch = "auto",
     activations: Activations | None = None,
-    lean: Literal["auto"] | bool = "auto",
+    low_memory: Literal["auto"] | bool = "auto",
     audit_interval: Literal["auto"] | int = "auto",
 ) -> nn.Module:
     """Shard ``model`` in place over partition groups and return it.
@@ -63,7 +65,7 @@ def shard(
             several nodes: where the cost model says that it pays ("auto"), always (True) or never (False).
         optimizer_sharding: "world" divides masters and optimizer state over partition x replication,
             "partition" over the partition group alone.
-        precision: formats of parameters, reduction and masters; by default bfloat16 parameters with float32
+        precision: dtypes of parameters, reduction and masters; by default bfloat16 parameters with float32
             masters on CUDA, and float32 on the CPU.
         prefetch: units to gather ahead of their use, or a ``mics.Prefetch`` that limits their bytes too;
             "auto" takes as many as the cost model says hide the gathers, and where the network is as busy as
@@ -72,14 +74,14 @@ def shard(
             runs where it is issued.
         activations: which units are computed again in the backward, and what of their activations goes to
             host memory meanwhile; None leaves the model as it is.
-        lean: hold as little memory as possible, for a small cost in time. Gradients and the buffers they are
-            reduced in have memory from the first backward to the next forward that finds all of them cleared
-            (call ``zero_grad()`` before it), gathered units only while they are needed. There is no second
-            copy of parameters whose masters are all on this rank (one replica, or
+        low_memory: hold as little memory as possible, for a small cost in time. Gradients and the buffers
+            they are reduced in have memory from the first backward to the next forward that finds all of
+            them cleared (call ``zero_grad()`` before it), unsharded units only while they are needed. There
+            is no second copy of parameters whose masters are all on this rank (one replica, or
             optimizer_sharding="partition"). "auto": where activations are offloaded.
         audit_interval: optimizer steps from one comparison of the replicas' parameters to the next (see
-            ``mics.audit``); "auto" is 100, and 0 never compares. A difference raises ``mics.ReplicaError``
-            one boundary later.
+            ``mics.audit_replicas``); "auto" is 100, and 0 never compares. A difference raises
+            ``mics.ReplicaError`` one boundary later.
 
     The cost model takes the network to be an ordinary one. ``MICS_CLUSTER`` tells it better: the name of a
     cluster or a file, as for ``mics emulate --cluster``.
@@ -103,7 +105,7 @@ def shard(
             precision=precision or Precision(),
             prefetch=prefetch,
             activations=activations,
-            lean=lean,
+            low_memory=low_memory,
             audit_interval=audit_interval,
             nodes=nodes,
         )

@@ -105,7 +105,7 @@ def _wire(
         plans=choices.plans(),
         progress=progress,
         log=log,
-        low_memory=settings.lean,
+        low_memory=settings.low_memory,
         edits_show=any(map(_edits_show, units)),
     )
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
@@ -171,7 +171,7 @@ def _gradients(
         buffers=ReduceBuffers(
             [unit.spec for unit in trained], count=2 if two_stages else 1, device=settings.device
         ),
-        low_memory=settings.lean,
+        low_memory=settings.low_memory,
         reduction_share=choices.reduction_share,
         batch_nbytes=choices.replica_batch_nbytes if settings.overlaps else 0,
     )

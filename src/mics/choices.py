@@ -81,7 +81,7 @@ class Choices:
 
     def __init__(self, settings: Settings, topology: Topology, units: Sequence[Unit]) -> None:
         self._prefetch = settings.prefetch
-        self._lean = settings.lean
+        self._low_memory = settings.low_memory
         self._recomputes = any(settings.recomputed)
         self._memory = partial(_device_memory, settings)
         # The optimizer makes its state after the first boundary.
@@ -104,7 +104,7 @@ class Choices:
             prefetch,
             sizes=self._sizes,
             batching=batching,
-            stops_at_turn=self._lean,
+            stops_at_turn=self._low_memory,
             is_final=self._prefetch is not None,
         )
 
@@ -122,8 +122,8 @@ class Choices:
             numels={index: spec.layout.numel for index, spec in self._specs.items()},
             rows=rows,
         )
-        units = step.depth(lean=self._lean)
-        if self._lean:
+        units = step.depth(low_memory=self._low_memory)
+        if self._low_memory:
             return Prefetch(units=units)
         free, total = self._memory()
         staying = step.stay_nbytes(
@@ -169,7 +169,7 @@ def _replica_span(topology: Topology) -> Span:
 
 
 def _nbytes(site: Site, settings: Settings) -> int:
-    dtypes = [settings.precision.param_dtype(ref.param.dtype, settings.device) for ref in site.params]
+    dtypes = [settings.precision.dtype_of_param(ref.param.dtype, settings.device) for ref in site.params]
     return sum(ref.param.numel() * dtype.itemsize for ref, dtype in zip(site.params, dtypes, strict=True))
 
 
@@ -181,12 +181,12 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
         dtype = ref.param.dtype
         # Norms with running statistics compute in their buffers' format, and take activations in any.
         keeps = any(keeps_statistics(module) for module, _ in ref.places)
-        param_dtype = dtype if keeps else precision.param_dtype(dtype, device)
-        key = (param_dtype, precision.master_dtype(dtype), ref.param.requires_grad)
+        param_dtype = dtype if keeps else precision.dtype_of_param(dtype, device)
+        key = (param_dtype, precision.dtype_of_master(dtype), ref.param.requires_grad)
         groups.setdefault(key, []).append(ref)
     specs = []
     for (param_dtype, master_dtype, trainable), refs in groups.items():
-        reduce_dtype = precision.reduce_dtype(param_dtype)
+        reduce_dtype = precision.dtype_of_hop_1(param_dtype)
         layout = plan_layout(
             [(ref.name, tuple(ref.param.shape)) for ref in refs],
             num_chunks=topology.partition_size,
@@ -208,8 +208,8 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
                 master_dtype=master_dtype if trainable else param_dtype,
                 reduce_dtype=reduce_dtype,
                 grad_dtype=grad_dtype,
-                replica_dtype=precision.replica_dtype(grad_dtype),
-                casts_masters=settings.lean
+                replica_dtype=precision.dtype_of_hop_2(grad_dtype),
+                casts_masters=settings.low_memory
                 and trainable
                 and master_dtype is not param_dtype
                 and has_whole_masters

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import mics
+from mics.utils.deprecation import new_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``mics``."""
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
-        return COMMANDS[arguments.command].run(arguments.args)
+        return COMMANDS[arguments.command].run(new_flags(arguments.command, arguments.args))
     except mics.SettingsError as error:
         print(f"mics {arguments.command}: error: {error}", file=sys.stderr)
         return 2

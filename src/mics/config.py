@@ -49,7 +49,7 @@ class Settings:
     """Ranks that share this one's GPU, with it."""
     activations: Activations | None
     recomputed: tuple[bool, ...]  # for each of ``blocks``
-    lean: bool
+    low_memory: bool
     """Hold as little memory as possible, at a small cost in time."""
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
@@ -76,7 +76,7 @@ def check_settings(
     precision: Precision,
     prefetch: Literal["auto"] | int | Prefetch,
     activations: Activations | None,
-    lean: Literal["auto"] | bool,
+    low_memory: Literal["auto"] | bool,
     audit_interval: Literal["auto"] | int,
     nodes: Sequence[str],
 ) -> Settings:
@@ -92,8 +92,8 @@ def check_settings(
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
     if activations is not None and not isinstance(activations, Activations):
         raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
-    if not (lean == "auto" or isinstance(lean, bool)):
-        raise SettingsError(f'lean: expected "auto", True or False, found {lean!r}')
+    if not (low_memory == "auto" or isinstance(low_memory, bool)):
+        raise SettingsError(f'low_memory: expected "auto", True or False, found {low_memory!r}')
     device = device_of(model, world)
     chosen = _chosen(units)
     blocks = unit_modules(model, chosen)
@@ -110,7 +110,9 @@ def check_settings(
         activations=activations,
         recomputed=recomputed,
         # Who moves activations out is short of memory.
-        lean=lean if isinstance(lean, bool) else activations is not None and bool(activations.offload),
+        low_memory=low_memory
+        if isinstance(low_memory, bool)
+        else activations is not None and activations.offload,
         audit_interval=_audit_interval(audit_interval),
         buffers=list(model.named_buffers()),
         sites=assign_sites(model, chosen),
@@ -243,7 +245,7 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "optimizer_sharding": settings.optimizer_sharding,
         "precision": str(settings.precision),
         "prefetch": str(settings.prefetch or "auto"),
-        "lean": settings.lean,
+        "low_memory": settings.low_memory,
         "activations": _account_of(settings),
         "audit_interval": settings.audit_interval,
         "cluster (MICS_CLUSTER)": str(settings.cluster),
@@ -263,7 +265,8 @@ def _account_of(settings: Settings) -> str:
     units = hashlib.sha256(str(settings.recomputed).encode()).hexdigest()[:8]
     return (
         f"{sum(settings.recomputed)} of {len(settings.blocks)} units computed again ({units}), "
-        f"offload={policy.offload}, offload_uncheckpointed={policy.offload_uncheckpointed}, "
+        f"offload={policy.offload}, offload_fraction={policy.offload_fraction}, "
+        f"offload_bytes={policy.offload_bytes}, offload_uncheckpointed={policy.offload_uncheckpointed}, "
         f"keep_last={policy.keep_last}"
     )
 

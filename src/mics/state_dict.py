@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from weakref import ref
@@ -22,6 +22,7 @@ from mics.gradients.shards import GradState, UnitGradients
 from mics.guard import Layout, ShardTensor, run_plainly
 from mics.sharding.held import ParameterTable
 from mics.sharding.unit import Unit
+from mics.utils.deprecation import takes_old_keywords
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -145,6 +146,7 @@ def full_optimizer_state_dict(
     return result
 
 
+@takes_old_keywords("mics.summon_full_params", writeback="write")
 @contextmanager
 def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     """Inside this context modules hold whole parameters, in master precision, on every rank.
@@ -177,11 +179,6 @@ def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.
         for unit, flat in zip(units, flats, strict=True):
             world.broadcast(flat, f"written {unit.spec.label}")
             unit.load(flat)
-
-
-def summon(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[nn.Module]:
-    """Earlier name of :func:`summon_full_params`."""
-    return summon_full_params(model, write=writeback)
 
 
 def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:

@@ -22,7 +22,7 @@ def _there_and_back(path: str, partition_size: int, wait: bool) -> dict[str, boo
         model = mics.shard(
             toys.Language().cuda(),
             partition_size=partition_size,
-            precision=mics.Precision(param=torch.bfloat16),
+            precision=mics.Precision(param_dtype=torch.bfloat16),
         )
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 

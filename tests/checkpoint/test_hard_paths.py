@@ -195,7 +195,7 @@ def _odd_module(path: str) -> bool:
     with torch.inference_mode():
         mics.load(path, other)
     whole = [mics.full_state_dict(each, rank0_only=False) for each in (model, other)]
-    with mics.summon(model), mics.summon(other):
+    with mics.summon_full_params(model), mics.summon_full_params(other):
         equal = torch.equal(model.inner.weight, other.inner.weight)
     return equal and torch.equal(other.amax, torch.arange(3.0)) and same(whole[0]["wide"], whole[1]["wide"])
 
@@ -210,7 +210,7 @@ def _refused(path: str, case: str) -> None:
 
     model, optimizer = build(1)
     if case == "summon":
-        with mics.summon(model):
+        with mics.summon_full_params(model):
             mics.save(path, model)
     elif case == "optimizer in extra_state":
         mics.save(path, model, None, {"second": optimizer})

@@ -29,7 +29,7 @@ def _options(layout: str) -> dict[str, Any]:
 
     options = dict(LAYOUTS[layout])
     if options.pop("precision", None):
-        options["precision"] = mics.Precision(param=torch.bfloat16)
+        options["precision"] = mics.Precision(param_dtype=torch.bfloat16)
     return options
 
 

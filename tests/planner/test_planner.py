@@ -84,7 +84,7 @@ def _report(config: GPTConfig, partition_size: int) -> dict[str, tuple[int | Non
     torch.manual_seed(0)
     model = GPT(config)
     mics.shard(
-        model, partition_size=partition_size, precision=mics.Precision(param=torch.bfloat16), prefetch=1
+        model, partition_size=partition_size, precision=mics.Precision(param_dtype=torch.bfloat16), prefetch=1
     )
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -92,7 +92,9 @@ def _report(config: GPTConfig, partition_size: int) -> dict[str, tuple[int | Non
         model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {term.name: (term.predicted, term.measured) for term in mics.memory(model, show=False).terms}
+    return {
+        term.name: (term.predicted, term.measured) for term in mics.memory_report(model, show=False).terms
+    }
 
 
 @pairwise.parametrize(strength=1, partition_size=[2, 4], tied=[False, True])

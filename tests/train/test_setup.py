@@ -49,7 +49,7 @@ def test_the_header_is_the_engines(
     """Groups, nodes, format and parameters are those of the sharded model, also where it chose them."""
     import mics
 
-    options = {"partition_size": partition_size, "precision": mics.Precision(param=param)}
+    options = {"partition_size": partition_size, "precision": mics.Precision(param_dtype=param)}
     for setup, numel in run_ranks(4, _sharded, options, ranks_per_node=ranks_per_node):
         text = describe_run(CONFIG, setup, tokens_per_step=64)
         assert words + f"replication groups of {setup.num_replicas}" in text

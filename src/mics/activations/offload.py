@@ -65,7 +65,7 @@ class Offloader:
             pin=device.type == "cuda",
             num_sharing=num_sharing,
             user="activation offload",
-            remedy="offload less (Activations.offload takes a fraction or bytes) or use a smaller "
+            remedy="offload less (Activations.offload_fraction, Activations.offload_bytes) or use a smaller "
             "micro-batch",
         )
         self.plans = Plans(Prefetch(units=1), sizes=defaultdict(lambda: 1))  # of places; all count alike

@@ -17,19 +17,29 @@ from torch.utils.checkpoint import checkpoint
 from mics.activations.offload import LEAST_NBYTES, Budget, Offloader
 from mics.activations.saved import SavedInputs
 from mics.errors import MicsError, SettingsError
+from mics.utils.deprecation import takes_old_fields
 from mics.utils.tensor_trees import put_together, take_apart, tensors_in
 
 Forward = Callable[..., Any]
 
 
+def _offload_by_type(value: object) -> str:
+    """The keyword for what ``offload`` used to mean by the type of its value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "offload"
+    return "offload_bytes" if isinstance(value, int) else "offload_fraction"
+
+
+@takes_old_fields(offload=_offload_by_type)
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """What happens to the activations of units.
 
     ``checkpoint``: "unit" computes units again in their backward, "none" none of them, a class of modules
     those of that class, and a callable those for which it returns True. ``every``: with "unit", only every so
-    many-th. ``offload``: what checkpoints save goes to host memory: all of it (True), that of a fraction
-    (float) of the units, the first ones, or at most so many bytes (int) at a time.
+    many-th. ``offload``: what checkpoints save goes to host memory. ``offload_fraction``: only that of this
+    fraction of the units, the first ones. ``offload_bytes``: only so many bytes at a time. Either of the two
+    implies ``offload``.
     ``offload_uncheckpointed``: so does whatever else units save that are not computed again; "auto" where
     none is. ``keep_last``: units whose activations stay on the device because backward needs them at once.
     ``preserve_rng_state`` computes again with the random numbers of the first time (dropout), and
@@ -38,7 +48,9 @@ class Activations:
 
     checkpoint: Literal["unit", "none"] | type[nn.Module] | Callable[[nn.Module], bool] = "unit"
     every: int = 1
-    offload: bool | float | int = False
+    offload: bool = False
+    offload_fraction: float | None = None
+    offload_bytes: int | None = None
     offload_uncheckpointed: Literal["auto"] | bool = "auto"
     keep_last: Literal["auto"] | int = "auto"
     preserve_rng_state: bool = True
@@ -69,18 +81,30 @@ class Activations:
             )
 
     def _check_offload(self) -> None:
-        offload, others = self.offload, self.offload_uncheckpointed
-        if isinstance(offload, bool):
-            right = True
-        elif isinstance(offload, int):  # 1 is no fraction, and was not meant to be a byte
-            right = offload == 0 or offload >= LEAST_NBYTES
-        else:
-            right = isinstance(offload, float) and 0.0 <= offload <= 1.0
-        if not right:
+        fraction, nbytes, others = self.offload_fraction, self.offload_bytes, self.offload_uncheckpointed
+        if not isinstance(self.offload, bool):
             raise SettingsError(
-                "Activations.offload: expected a bool, a fraction from 0.0 to 1.0 (a float) or a number of "
-                f"bytes from {LEAST_NBYTES} (an int; smaller tensors stay), found {offload!r}"
+                f"Activations.offload: expected a bool, found {self.offload!r}; offload_fraction or "
+                "offload_bytes says how much"
             )
+        if fraction is not None and nbytes is not None:
+            raise SettingsError(
+                "Activations: expected offload_fraction or offload_bytes, found both "
+                f"({fraction!r} and {nbytes!r}); give one of them"
+            )
+        if fraction is not None and not (_is_number(fraction) and 0 <= fraction <= 1):
+            raise SettingsError(
+                f"Activations.offload_fraction: expected a number from 0 to 1, found {fraction!r}; "
+                "offload_bytes takes bytes"
+            )
+        is_none = _is_count(nbytes, least=0) and nbytes == 0
+        if nbytes is not None and not (is_none or _is_count(nbytes, least=LEAST_NBYTES)):
+            raise SettingsError(
+                f"Activations.offload_bytes: expected 0 or a number of bytes from {LEAST_NBYTES} (smaller "
+                f"tensors stay), found {nbytes!r}; offload_fraction takes a fraction"
+            )
+        if fraction is not None or nbytes is not None:  # that says whether anything leaves
+            object.__setattr__(self, "offload", bool(fraction or nbytes))
         if not (isinstance(others, bool) or others == "auto"):
             raise SettingsError(
                 f'Activations.offload_uncheckpointed: expected "auto", True or False, found {others!r}'
@@ -92,11 +116,8 @@ class Activations:
 
     def share(self) -> tuple[float | None, float]:
         """The fraction of units whose activations leave (None: all), and the most bytes of a forward."""
-        if isinstance(self.offload, bool):
-            return None, float("inf")
-        return (
-            (self.offload, float("inf")) if isinstance(self.offload, float) else (None, float(self.offload))
-        )
+        nbytes = self.offload_bytes
+        return self.offload_fraction, float("inf") if nbytes is None else float(nbytes)
 
     def takes(self, number: int, module: nn.Module) -> bool:
         """Whether the unit with this number is computed again."""
@@ -109,7 +130,7 @@ class Activations:
     def taken(self, modules: Sequence[nn.Module]) -> tuple[bool, ...]:
         """Which units are computed again. Asked once: a callable may have its own ideas the second time."""
         found = tuple(self.takes(number, module) for number, module in enumerate(modules))
-        asks = self.checkpoint != "none" or bool(self.offload)
+        asks = self.checkpoint != "none" or self.offload
         if asks and not any(recomputes or self.moves(recomputes=recomputes) for recomputes in found):
             raise SettingsError(self._takes_none(modules))
         return found
@@ -133,9 +154,11 @@ class Activations:
     def moves(self, *, recomputes: bool) -> bool:
         """Whether what a unit saves goes to host memory, as far as the other settings allow."""
         others = self.offload_uncheckpointed
-        return bool(self.offload) and (
-            recomputes or (self.checkpoint == "none" if others == "auto" else others)
-        )
+        return self.offload and (recomputes or (self.checkpoint == "none" if others == "auto" else others))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_count(value: object, *, least: int) -> bool:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from mics.comm.codec import PLAIN, Codec
+from mics.comm.counter import TrafficCounter
 from mics.comm.liveness import Liveness
 from mics.comm.messages import spread, swap, tag_of
 from mics.comm.protocol import Action, Pairs
-from mics.comm.traffic import TrafficCounter
 from mics.errors import CollectiveError
 
 # Not among torch's public names, unlike the options of the other collectives.

@@ -8,9 +8,9 @@ from functools import partial
 from torch import Tensor
 
 from mics.comm.codec import PLAIN, Codec
+from mics.comm.counter import TrafficCounter
 from mics.comm.group import GroupCollectives
 from mics.comm.protocol import Action, Pairs
-from mics.comm.traffic import TrafficCounter
 
 
 class TwoStageCollectives:

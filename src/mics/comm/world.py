@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from mics.comm.counter import TrafficCounter
 from mics.comm.group import GroupCollectives
 from mics.comm.host_group import HostGroup
 from mics.comm.journal import in_call
@@ -23,7 +24,6 @@ from mics.comm.lanes import LanedCollectives, Lanes
 from mics.comm.liveness import Liveness
 from mics.comm.messages import meet, tag_of
 from mics.comm.protocol import Collectives
-from mics.comm.traffic import TrafficCounter
 from mics.comm.two_stage import TwoStageCollectives
 from mics.cost.clusters import Cluster
 from mics.errors import CollectiveError, MicsError, SettingsError

@@ -71,12 +71,13 @@ def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
     return exchange.seconds < (1 - _LATENCY_SHARE) * ring.seconds
 
 
-def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, lean: bool = False) -> int:
+def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, low_memory: bool = False) -> int:
     """How far to look ahead, so that every gather fits beside the computation before it.
 
     Both are seconds, in the order in which they are needed. A gather counts twice: gradients cross the same
-    links. Where gathers take longer than the computation altogether no depth hides them. ``lean``: so that
-    most of them fit; what is looked ahead takes memory.
+    links. Where gathers take longer than the computation altogether no depth hides them. With
+    ``low_memory`` the depth is that at which most of them fit, because units that are gathered
+    ahead take memory.
     """
     depths = []
     for position in range(1, len(gathers)):
@@ -85,7 +86,7 @@ def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, lean:
             depth += 1
             hidden += computes[position - depth]
         depths.append(depth)
-    return max(1, median_low(depths) if lean else max(depths)) if depths else 1
+    return max(1, median_low(depths) if low_memory else max(depths)) if depths else 1
 
 
 def horizon_for(transfer: float, compute: float) -> int:

@@ -32,13 +32,13 @@ class MicroStep:
     rows: float
     """Of activations, that each unit is multiplied with."""
 
-    def depth(self, *, lean: bool = False) -> int:
+    def depth(self, *, low_memory: bool = False) -> int:
         """Units to look ahead."""
         computes = [
             forward_seconds(self.cluster, sum(self.numels[index] for index in batch), self.rows)
             for batch in self._batches
         ]
-        return prefetch_units(self._gathers, computes, lean=lean)
+        return prefetch_units(self._gathers, computes, low_memory=low_memory)
 
     def stay_nbytes(
         self, *, wire_nbytes: int, recomputes: bool, memory_nbytes: float, free_nbytes: float

@@ -16,7 +16,7 @@ from mics.layout.order import NO_BATCHING, Batching, Prefetch, make_plan
 TINY_SHARE: Final = 16
 """Units of less than this part of the largest have reduce buffers of their own, and wait for no large one."""
 QUICK_SHARE: Final = 0.1
-"""Lean: a reduction of less than this part of a forward is waited for: 3% of a unit's time."""
+"""With `low_memory`: a reduction of less than this part of a forward is waited for: 3% of a unit's time."""
 USABLE: Final = 0.92
 """Of a device's memory: the rest is the CUDA context, the allocator's holes and NCCL's buffers."""
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
@@ -39,7 +39,7 @@ class Division:
     num_reduce_buffers: int = 1
     param_nbytes: int = _PARAM
     reduce_nbytes: int = _WIDE
-    lean: bool = False
+    low_memory: bool = False
     """Gradients, buffers and gathered units have memory only while they are needed."""
     reduction_share: float = math.inf
     """How long a unit is being reduced, for each second of its forward. Quick ones are waited for."""
@@ -48,7 +48,7 @@ class Division:
     def casts_masters(self) -> bool:
         """Gathers cast the masters: there is no second copy of the parameters."""
         whole = self.num_replicas == 1 or not self.over_replicas
-        return self.lean and whole and self.partition_size > 1 and self.param_nbytes < _WIDE
+        return self.low_memory and whole and self.partition_size > 1 and self.param_nbytes < _WIDE
 
     @property
     def num_owners(self) -> int:
@@ -292,7 +292,7 @@ def memory_terms(
         "activations": saved.blocks_at_loss + saved.outside,
         "logits or workspace": tokens * model.vocab_size * _LOGIT_NBYTES,
     }
-    if division.lean:
+    if division.low_memory:
         if division.reduction_share <= QUICK_SHARE:
             in_block["reduce buffers"] = 0.0
             again_done |= {"reduce buffers": 0.0, "logits or workspace": again}

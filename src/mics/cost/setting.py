@@ -80,7 +80,7 @@ class Setting:
         """Units gathered ahead: as the engine decides it."""
         if self.prefetch is not None or self.partition_size == 1:
             return self.prefetch or 1
-        return self._micro_step(self.model.without_repeats).depth(lean=self.activations.offload)
+        return self._micro_step(self.model.without_repeats).depth(low_memory=self.activations.offload)
 
     @cached_property
     def stay_nbytes(self) -> int:
@@ -132,7 +132,7 @@ class Setting:
             over_replicas=self.over_replicas,
             prefetch=self.depth,
             num_reduce_buffers=2 if self.two_stage else 1,
-            lean=self.activations.offload,
+            low_memory=self.activations.offload,
             reduction_share=reduction_share(
                 self.cluster,
                 self.partition,

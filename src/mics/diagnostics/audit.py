@@ -44,7 +44,7 @@ _MIX = -0x40A7B892E31B1A47
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What ``mics.audit`` compared, and found equal."""
+    """What ``mics.audit_replicas`` compared, and found equal."""
 
     step: int
     """Optimizer steps done."""
@@ -141,7 +141,7 @@ class ReplicaAudit:
         """A difference in one replication group is an error in all: they would wait for its ranks."""
         finder = 0.0 if difference is None else 1.0 + self._world.position
         flag = torch.tensor(finder, dtype=torch.float32, device=self._device)
-        self._world.all_reduce(flag, "whether replicas differ (mics.audit)", maximum=True)
+        self._world.all_reduce(flag, "whether replicas differ (mics.audit_replicas)", maximum=True)
         if difference is not None:
             raise difference
         if flag.item():
@@ -185,7 +185,7 @@ class ReplicaAudit:
         """Carry edits to all replicas, as the next gather would: those of any rank, for all do the same."""
         changed = [float(unit.masters_changed()) for unit in self._units]
         edited = torch.tensor(changed, dtype=torch.float32, device=self._device)
-        self._world.all_reduce(edited, "which units were edited (mics.audit)", maximum=True)
+        self._world.all_reduce(edited, "which units were edited (mics.audit_replicas)", maximum=True)
         for unit, is_edited in zip(self._units, edited.tolist(), strict=True):
             if is_edited:
                 refresh_together([unit])
@@ -262,7 +262,7 @@ def _names(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def audit(model: nn.Module) -> AuditReport:
+def audit_replicas(model: nn.Module) -> AuditReport:
     """Compare the parameters of all replicas now: a report if they are equal, else ``mics.ReplicaError``.
 
     The ranks of a replication group must hold equal parameters, bit for bit; ``mics.shard`` has that checked

@@ -77,7 +77,7 @@ class MemoryReport:
         return "\n".join([f"memory of rank {self.rank}", *lines])
 
 
-def memory(model: nn.Module, *, show: bool = True) -> MemoryReport:
+def memory_report(model: nn.Module, *, show: bool = True) -> MemoryReport:
     """Every named term of this rank's memory, on the device and on the host. Rank 0 prints it.
 
     Predictions follow from the settings; those about activations need a step to have run, and an optimizer
@@ -156,16 +156,16 @@ def _sharded_terms(engine: Engine) -> Iterator[MemoryTerm]:
 
 
 def _gathered_term(engine: Engine, model: nn.Module) -> MemoryTerm:
-    lean = engine.hops.lends_memory
+    low_memory = engine.hops.lends_memory
     gathered = [unit for unit in engine.units if unit.whole.is_own]
     held = _held(engine.autograd.sites)
     chain = [unit for unit in gathered if unit not in held]
     unread, alone = _in_backward(engine, chain)
-    if lean:  # no places are planned: the most that is there at once
+    if low_memory:  # no places are planned: the most that is there at once
         unread, alone = tuple(index for index, unit in enumerate(chain) if _is_lookup(unit)), ()
     prefetch = engine.residency.plans.prefetch
     comes_and_goes = _meanwhile(engine) if prefetch.units else ", only meanwhile"
-    staying = prefetch.stay_nbytes * bool(prefetch.units) * (not lean)
+    staying = prefetch.stay_nbytes * bool(prefetch.units) * (not low_memory)
     return _on_device(
         "gathered units",
         f"at work, and {prefetch.units} ahead{comes_and_goes}{', and those that stay' if staying else ''}"

@@ -41,8 +41,8 @@ class PlanConfig:
     """Rows (sequences) of one optimizer step, over all GPUs."""
     seq: int | None = None
     """Tokens of a row; None: the model's usual."""
-    wire: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients travel."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """dtype in which gradients travel."""
     memory_gib: float | None = None
     """Memory of a GPU, if it is not the cluster's."""
     price: float | None = None
@@ -91,7 +91,7 @@ def plan(args: Sequence[str]) -> int:
             model=find_model(config.model, seq_len=config.seq),
             cluster=planned_cluster(config.cluster),
             global_batch=config.global_batch,
-            wire_nbytes=2 if config.wire == "bf16" else 4,
+            wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
             memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
         )
         faults = None

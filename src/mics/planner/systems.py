@@ -178,8 +178,8 @@ class _Issuer:
 
     def _keep(self, position: int, index: int, turn: int, *, last: bool) -> None:
         ahead = self.depth + 1
-        # Lean, which goes with offload: only what the backward begins with stays at the turn.
-        at_turn = 1 if self.setting.division.lean else ahead
+        # `low_memory`, which goes with offload: only what the backward begins with stays at the turn.
+        at_turn = 1 if self.setting.division.low_memory else ahead
         if position < turn <= position + at_turn:
             self.kept.add(index)
         if not last and position >= 2 * turn - ahead:

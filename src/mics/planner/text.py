@@ -56,7 +56,9 @@ def advice(choice: Choice) -> str:
     if not setting.over_replicas:
         extra += ', optimizer_sharding="partition"'
     if setting.wire_nbytes == 2:
-        extra += ", precision=mics.Precision(reduce=torch.bfloat16, replica_reduce=torch.bfloat16)"
+        extra += (
+            ", precision=mics.Precision(reduce_dtype=torch.bfloat16, replica_reduce_dtype=torch.bfloat16)"
+        )
     if setting.prefetch is not None:
         extra += f", prefetch={setting.prefetch}"
     if setting.model.parts > 1:

@@ -30,7 +30,7 @@ _ACTIVATIONS: Final = {
     "checkpoint": mics.Activations(),
     "offload": mics.Activations(offload=True),
 }
-_FORMATS: Final = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES: Final = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -150,9 +150,9 @@ def _build_model(config: TrainConfig) -> tuple[GPT, set[str]]:
         partition_size=config.sharding.partition_size,
         optimizer_sharding=config.sharding.optimizer_sharding,
         precision=mics.Precision(
-            param=_FORMATS[config.sharding.precision],
-            reduce=_FORMATS[config.sharding.reduce] or torch.float32,
-            replica_reduce=_FORMATS[config.sharding.replica_reduce],
+            param_dtype=_DTYPES[config.sharding.param_dtype],
+            reduce_dtype=_DTYPES[config.sharding.reduce_dtype] or torch.float32,
+            replica_reduce_dtype=_DTYPES[config.sharding.replica_reduce_dtype],
         ),
         activations=_ACTIVATIONS[config.sharding.activations],
     )

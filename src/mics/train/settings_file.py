@@ -12,6 +12,7 @@ import yaml
 
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
+from mics.utils.deprecation import new_setting
 
 Settings = TypeVar("Settings")
 
@@ -48,7 +49,9 @@ def settings_from_mapping(cls: type[Settings], mapping: object, *, prefix: str =
     hints = get_type_hints(cls)
     values: dict[str, Any] = {}
     for raw_key, value in mapping.items():
-        key = str(raw_key).replace("-", "_")
+        key = new_setting("train", prefix + str(raw_key).replace("-", "_")).removeprefix(prefix)
+        if key in values:
+            raise SettingsError(f"{prefix}{key}: expected once, found twice; keep one of them")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f" (did you mean {prefix}{near[0]}?)" if near else ""

@@ -18,7 +18,9 @@ def build_mics(job: Job, *, microsteps: Microsteps = mics.microsteps, **settings
     mics.shard(
         model,
         partition_size=job.partition_size,
-        precision=mics.Precision(param=job.param, reduce=job.reduce, replica_reduce=job.reduce),
+        precision=mics.Precision(
+            param_dtype=job.param, reduce_dtype=job.reduce, replica_reduce_dtype=job.reduce
+        ),
         activations=mics.Activations(
             checkpoint="unit" if job.checkpoint else "none",
             offload=job.offload,

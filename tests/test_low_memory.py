@@ -1,4 +1,4 @@
-"""Lean: memory only while it is needed, and the same bits."""
+"""`low_memory`: memory only while it is needed, and the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests import tiers
 from tests.ranks import run_expecting_error, run_ranks
 
 _WIDTH = 24
-_BF16 = mics.Precision(param=torch.bfloat16, reduce=torch.float32)
+_BF16 = mics.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Block(nn.Module):
@@ -60,9 +60,9 @@ def _data(step: int) -> Tensor:
     return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def _shard(partition_size: int, *, lean: bool, **options: Any) -> tuple[Stack, torch.optim.Optimizer]:
+def _shard(partition_size: int, *, low_memory: bool, **options: Any) -> tuple[Stack, torch.optim.Optimizer]:
     model = Stack()
-    mics.shard(model, partition_size=partition_size, lean=lean, **{"precision": _BF16, **options})
+    mics.shard(model, partition_size=partition_size, low_memory=low_memory, **{"precision": _BF16, **options})
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -75,7 +75,7 @@ def _at_loss(partition_size: int, optimizer_sharding: str, accumulation: int) ->
     """Bytes of a rank's buffers whenever a loss is computed, step after step."""
     model, optimizer = _shard(
         partition_size,
-        lean=True,
+        low_memory=True,
         optimizer_sharding=optimizer_sharding,
         activations=mics.Activations(),
         prefetch=2,
@@ -109,7 +109,7 @@ def _at_loss(partition_size: int, optimizer_sharding: str, accumulation: int) ->
 def _most_at_once(prefetch: int, checkpoint: str) -> int:
     """Blocks with memory at once, in a backward. The head is tiny and travels with the last of them."""
     model, optimizer = _shard(
-        2, lean=True, activations=mics.Activations(checkpoint=checkpoint), prefetch=prefetch
+        2, low_memory=True, activations=mics.Activations(checkpoint=checkpoint), prefetch=prefetch
     )
     units, most = [unit for unit in engine_of(model).units if unit.spec.name != "head"], 0
 
@@ -155,14 +155,14 @@ def test_gradients_of_earlier_micro_steps_stay() -> None:
         assert all(look["reduce"] == 0 for look in found)
 
 
-def _train(lean: bool, partition_size: int, habit: str) -> list[float]:
+def _train(low_memory: bool, partition_size: int, habit: str) -> list[float]:
     """Losses, norms and a sum over the parameters of a few steps with a user's ``habit``."""
     options: dict[str, Any] = {}
     if habit == "partition":
         options["optimizer_sharding"] = "partition"
     if habit in ("recompute", "offload"):
         options["activations"] = mics.Activations(offload=habit == "offload")
-    model, optimizer = _shard(partition_size, lean=lean, **options)
+    model, optimizer = _shard(partition_size, low_memory=low_memory, **options)
     found: list[float] = []
     held: list[Tensor] = []
     for step in range(3):
@@ -222,7 +222,9 @@ _HABITS = (
 )
 
 
-def _train_with_habits(lean: bool, partition_size: int, habits: Sequence[str]) -> dict[str, list[float]]:
+def _train_with_habits(
+    low_memory: bool, partition_size: int, habits: Sequence[str]
+) -> dict[str, list[float]]:
     make = Contiguous.buffer
 
     def poisoned(self: Contiguous, dtype: torch.dtype) -> Tensor:
@@ -232,22 +234,24 @@ def _train_with_habits(lean: bool, partition_size: int, habits: Sequence[str]) -
         return buffer.fill_(math.nan) if is_new and self._was_released else buffer
 
     with patch.object(Contiguous, "buffer", poisoned):
-        return {habit: _train(lean, partition_size, habit) for habit in habits}
+        return {habit: _train(low_memory, partition_size, habit) for habit in habits}
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_habits_give_the_same_bits(world_size: int) -> None:
     """With one replica and two, also where gradients get memory that others have written to."""
     habits = tiers.some(_HABITS, 5)
-    plain, lean = (run_ranks(world_size, _train_with_habits, lean, 2, habits) for lean in (False, True))
-    assert all(math.isfinite(value) for values in lean[0].values() for value in values)
+    plain, low_memory = (
+        run_ranks(world_size, _train_with_habits, low_memory, 2, habits) for low_memory in (False, True)
+    )
+    assert all(math.isfinite(value) for values in low_memory[0].values() for value in values)
     for rank in range(world_size):
         for habit in habits:
-            assert lean[rank][habit] == plain[rank][habit], (rank, habit)
+            assert low_memory[rank][habit] == plain[rank][habit], (rank, habit)
 
 
 def _edits_of_data() -> list[float]:
-    model, _ = _shard(2, lean=True)
+    model, _ = _shard(2, low_memory=True)
     found = []
     with torch.no_grad():
         for factor in (1.0, 0.0):
@@ -280,7 +284,7 @@ def test_a_plan_that_stops_at_the_turn() -> None:
 def _in_blocks(policy: mics.Activations, share: float) -> list[list[int]]:
     """Reduce buffers when a block's own backward begins, and right after its reduction."""
     model = Stack()
-    mics.shard(model, partition_size=2, lean=True, precision=_BF16, activations=policy)
+    mics.shard(model, partition_size=2, low_memory=True, precision=_BF16, activations=policy)
     hops = engine_of(model).hops
     hops._reduction_share = lambda rows: share
     in_block: list[int] = []
@@ -307,7 +311,7 @@ def test_reduce_buffers_go_when_reductions_are_quick(policy: mics.Activations) -
 
 def _rows_of_steps() -> list[int]:
     # In float32: after bfloat16 of more rows some builds of torch multiply float32 differently from then on.
-    model, optimizer = _shard(2, lean=True, precision=mics.Precision(param=torch.float32))
+    model, optimizer = _shard(2, low_memory=True, precision=mics.Precision(param_dtype=torch.float32))
     found = []
     for size in (1, 1, 1, 3, 2):
         model(_data(0).repeat(size, *[1] * (_data(0).dim() - 1))).backward()
@@ -327,7 +331,7 @@ def _lending(share: float | None, partition_size: int) -> list[float]:
     """Losses and parameters of accumulated steps, with a cost model that says so of reductions."""
     options: dict[str, Any] = {"activations": mics.Activations(offload=True)}
     with patch.object(Choices, "reduction_share", lambda self, rows: share):
-        model, optimizer = _shard(partition_size, lean=share is not None, **options)
+        model, optimizer = _shard(partition_size, low_memory=share is not None, **options)
     found = []
     for step in range(3):
         for batch in mics.microsteps(model, [_data(2 * step), _data(2 * step + 1)]):
@@ -355,7 +359,7 @@ def test_lent_buffers_give_the_same_bits(world_size: int, partition_size: int) -
 
 
 def _put_aside(announced: bool) -> float:
-    model, optimizer = _shard(2, lean=True)
+    model, optimizer = _shard(2, low_memory=True)
     for batch in mics.microsteps(model, [_data(0)]) if announced else [_data(0)]:
         model(batch).backward()
     grads = [parameter.grad for parameter in model.parameters()]
@@ -375,8 +379,8 @@ def test_gradients_that_are_put_aside_before_hop_2_are_not_used_after_a_forward(
         assert "kept aside" in str(error)
 
 
-def _with_hooks(lean: bool, when: str) -> list[float]:
-    model, optimizer = _shard(2, lean=lean)
+def _with_hooks(low_memory: bool, when: str) -> list[float]:
+    model, optimizer = _shard(2, low_memory=low_memory)
     found: list[float] = []
 
     def clear_and_evaluate(*_: Any) -> None:
@@ -399,8 +403,8 @@ def test_hooks_of_the_optimizer_may_clear_and_evaluate(when: str) -> None:
     assert run_ranks(2, _with_hooks, True, when) == run_ranks(2, _with_hooks, False, when)
 
 
-def _clamped_through_data(lean: bool) -> list[float]:
-    model, optimizer = _shard(2, lean=lean, optimizer_sharding="partition")
+def _clamped_through_data(low_memory: bool) -> list[float]:
+    model, optimizer = _shard(2, low_memory=low_memory, optimizer_sharding="partition")
     found = []
     for step in range(4):
         loss = model(_data(step))
@@ -433,7 +437,7 @@ class _Two(nn.Module):
 
 def _edited_between_evaluations() -> list[float]:
     model = _Two()
-    mics.shard(model, partition_size=2, units=[nn.Linear], lean=True, precision=_BF16, prefetch=2)
+    mics.shard(model, partition_size=2, units=[nn.Linear], low_memory=True, precision=_BF16, prefetch=2)
     found = []
     with torch.no_grad():
         for factor in (1.0, 1.0, 0.0, 1.0):
@@ -448,16 +452,16 @@ def test_what_an_evaluation_kept_is_not_used_by_the_next() -> None:
         assert found[0] == found[1] > 0.0 == found[2] == found[3]
 
 
-def test_lean_is_the_default_where_activations_are_offloaded() -> None:
-    for activations, lean in (
+def test_it_is_the_default_where_activations_are_offloaded() -> None:
+    for activations, low_memory in (
         (None, False),
         (mics.Activations(), False),
         (mics.Activations(offload=True), True),
-        (mics.Activations(offload=0.5), True),
+        (mics.Activations(offload_fraction=0.5), True),
     ):
         blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model = mics.shard(blocks, activations=activations)
-        assert engine_of(model).hops.lends_memory == lean
+        assert engine_of(model).hops.lends_memory == low_memory
     for wrong in ("yes", 1, 0, None):
-        with pytest.raises(mics.SettingsError, match='lean: expected "auto", True or False'):
-            mics.shard(nn.Linear(2, 2), lean=wrong)  # type: ignore[arg-type]
+        with pytest.raises(mics.SettingsError, match='low_memory: expected "auto", True or False'):
+            mics.shard(nn.Linear(2, 2), low_memory=wrong)  # type: ignore[arg-type]
