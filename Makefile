@@ -13,7 +13,7 @@ READY := $(ENV_DIR)/.mics-ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format clean
+.PHONY: help env demo test test-all lint package format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ lint: $(READY)  ## style, types and import order
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+package: $(READY)  ## build sdist and wheel, install the wheel into a fresh environment and use it
+	@scripts/check_wheel.sh "$(BIN)/python"
 
 format: $(READY)  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .

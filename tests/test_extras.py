@@ -19,7 +19,7 @@ from mics.utils.extras import PACKAGES, require
 _PYPROJECT: Final = Path(__file__).parent.parent / "pyproject.toml"
 _IMPORTED_AS: Final = {"pyyaml": "yaml"}
 
-# Everything that is public, and training with checkpoints. None in sys.modules is a package that is not there.
+# Everything that is public, and training with checkpoints. None in sys.modules: not installed.
 _WITHOUT_EXTRAS: Final = """
 import sys
 sys.modules.update(dict.fromkeys(sys.argv[2:]))

@@ -1,6 +1,7 @@
 """Train PyTorch models too large for one GPU on clusters with ordinary networks.
 
-Each name is loaded when it is first used, and torch with the first of them: ``import mics`` costs milliseconds.
+Each name is loaded when it is first used, and torch with the first of them: ``import mics`` takes
+milliseconds.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Packages that not every user needs. Each belongs to an extra, and who lacks one reads which line to type."""
+"""Packages that not every user needs. Each belongs to an extra, and errors say which line to type."""
 
 from __future__ import annotations
 
