@@ -13,7 +13,7 @@ READY := $(ENV_DIR)/.mics-ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format clean
+.PHONY: help env demo test test-all lint package format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ lint: $(READY)  ## style, types, import order; prose is read and never fails
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/check_prose.py
+
+package: $(READY)  ## build sdist and wheel, install the wheel into a fresh environment and use it
+	@scripts/check_wheel.sh "$(BIN)/python"
 
 format: $(READY)  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .

@@ -1,5 +1,9 @@
 """The command line's frame: help, version, and exit codes."""
 
+from __future__ import annotations
+
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,14 +13,52 @@ from mics.cli import COMMANDS, main
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """`mics --help` names each command with a line about it."""
+    """`mics --help` has a line for each command, with what it does."""
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
-    text = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(COMMANDS) == ["bench", "checkpoint", "emulate", "plan", "train"]
     for name, command in COMMANDS.items():
-        assert name in text
-        assert command.summary in text
+        assert f"{name} {command.summary}" in lines
+
+
+def _loaded_by(*args: str) -> set[str]:
+    """Every module that a process has loaded when ``mics`` with these arguments ends."""
+    program = (
+        "import sys\nfrom mics.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, *args]
+    return set(subprocess.run(command, check=True, capture_output=True, text=True).stderr.split())
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_load_nothing(flag: str) -> None:
+    """Neither torch, whose import takes seconds, nor any command."""
+    found = _loaded_by(flag)
+    assert {"mics", "mics.cli"} <= found
+    assert not {"torch", "numpy", "rich", "tyro", "yaml", "matplotlib"} & found
+    ours = {name.removeprefix("mics.") for name in found if name.startswith("mics.")}
+    assert ours == {"cli", "errors", "utils", "utils.emulated_backend", "utils.extras"}
+
+
+_MODULES = {
+    "bench": "mics.bench.command",
+    "checkpoint": "mics.checkpoint.command",
+    "plan": "mics.planner.command",
+    "train": "mics.train.settings_file",
+}
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_help_of_a_command_loads_that_command_alone(name: str) -> None:
+    """Not what runs it either: matplotlib, or the training loop."""
+    found = _loaded_by(name, "--help")
+    assert found & set(_MODULES.values()) == {_MODULES[name]}
+    assert not {"matplotlib", "transformers", "mics.train.loop"} & found
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

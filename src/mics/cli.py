@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import mics
+from mics.errors import SettingsError
 from mics.utils.deprecation import new_flags
+from mics.utils.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ def _train(args: Sequence[str]) -> int:
     from mics.train.settings_file import parse_train_config
 
     config = parse_train_config(args)
+    require("plot", "the picture of a run")  # now, not when all is trained
     if "RANK" not in os.environ:  # no launcher made this process a rank
         from mics.train.launch import launch
 
@@ -83,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``mics``."""
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
+        require("cli", f"mics {arguments.command}")
         return COMMANDS[arguments.command].run(new_flags(arguments.command, arguments.args))
-    except mics.SettingsError as error:
+    except SettingsError as error:
         print(f"mics {arguments.command}: error: {error}", file=sys.stderr)
         return 2
 

@@ -26,6 +26,10 @@ class SettingsError(MicsError, ValueError):
     """A setting, a model or an optimizer that mics cannot train as given."""
 
 
+class MissingExtraError(SettingsError, ImportError):
+    """A package is not installed that only some users need: one of an extra of the distribution."""
+
+
 UNCOPYABLE = (
     "expected a plain model to copy or pickle, found one that mics.shard() has sharded; copy it "
     "before sharding, "

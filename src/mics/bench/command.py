@@ -20,7 +20,6 @@ import mics
 from mics.bench.config import BenchConfig, EmulateConfig
 from mics.bench.job import Job
 from mics.bench.measure import measure
-from mics.bench.picture import draw_scaling, draw_systems
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
 from mics.bench.report import print_report
 from mics.bench.summary import Row, agree, summarise, verdict
@@ -32,12 +31,14 @@ from mics.cost.clusters import Cluster, find_cluster
 from mics.errors import SettingsError
 from mics.layout.topology import check_partition_size
 from mics.train.hardware import peak_tflops
+from mics.utils.extras import require
 
 
 def bench(args: Sequence[str]) -> int:
     """Compare systems. 0 if those that ran agree, 1 if not or if mics did not run."""
     config = tyro.cli(BenchConfig, prog="mics bench", args=list(args))
     config.check()
+    require("plot", "the picture of a comparison")
     _make_folder(config.out)
     plan = RunPlan(
         runs=interleave(
@@ -73,6 +74,7 @@ def emulate(args: Sequence[str]) -> int:
     """Measure one system on an emulated cluster, in this process."""
     config = tyro.cli(EmulateConfig, prog="mics emulate", args=list(args))
     config.check()
+    require("plot", "the picture of a step")
     _make_folder(config.out)
     cluster = find_cluster(config.cluster)
     job = config.training.job(config.partition_size)
@@ -231,6 +233,8 @@ def _document(rows: list[Row], title: str, command: str, said: list[str]) -> str
 
 
 def _draw(rows: list[Row], file: Path, title: str) -> None:
+    from mics.bench.picture import draw_scaling, draw_systems  # matplotlib takes a while to import
+
     ran = [row for row in rows if row.error is None]
     worlds = {row.world_size for row in ran}
     if len(worlds) > 2:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics.bench.job import Job
-from mics.bench.picture import draw_timeline
 from mics.bench.plan import Outcome, Run, RunPlan
 from mics.bench.systems import SYSTEMS, System, SystemUnavailable
 from mics.bench.systems.protocol import Batch, Trainer
@@ -102,6 +101,8 @@ def _look_inside(
     emulation: Emulation,
 ) -> Exposure:
     """Where one step's time goes, with a trace and a picture of it."""
+    from mics.bench.picture import draw_timeline  # matplotlib, which only these runs need
+
     timeline, collectives = record(lambda: trainer.step(batches), emulation, device)
     found = exposure(timeline, collectives, emulation.cluster.ranks_per_node)
     name = run.row.replace("/", "_").replace(":", "x")

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mics.errors import SettingsError
+from mics.utils.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +223,8 @@ def find_cluster(description: str, *, num_nodes: int | None = None) -> Cluster:
 
 
 def _read(path: Path) -> Cluster:
-    import yaml  # only for files
+    require("cli", f"cluster file {path}")
+    import yaml
 
     try:
         found = yaml.safe_load(path.read_text())

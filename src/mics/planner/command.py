@@ -22,6 +22,7 @@ from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
 from mics.planner.search import Request
 from mics.planner.text import show
+from mics.utils.extras import require
 
 _MODELS = f"{', '.join(NAMES)}; a Hugging Face config.json; or module:function that builds an nn.Module"
 _CLUSTERS = f"NAME:NODES or FILE.yaml:NODES; names: {', '.join(PRESETS)}"
@@ -87,6 +88,8 @@ def plan(args: Sequence[str]) -> int:
     config = tyro.cli(PlanConfig, args=list(args), prog="mics plan")
     try:
         config.check()
+        if config.html is not None:
+            require("plot", "--html")
         request = Request(
             model=find_model(config.model, seq_len=config.seq),
             cluster=planned_cluster(config.cluster),

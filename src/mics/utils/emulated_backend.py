@@ -1,22 +1,57 @@
-"""Lets torch find the emulator by the name of its backend, and loads it when it is asked for."""
+"""Lets torch find the emulator by the name of its backend, and loads neither before it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any, Final
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import register_rendezvous_handler
-
 NAME: Final = "emulated"
+_AWAITED: Final = "torch.distributed"
 
 
 def register() -> None:
-    """``init_process_group("emulated", ...)`` works from here on."""
-    if hasattr(dist.Backend, NAME.upper()):
+    """``init_process_group("emulated", ...)`` works from here on, also where torch is imported later.
+
+    Importing torch here would cost ``mics --help`` some seconds.
+    """
+    if _AWAITED in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Awaiting) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Awaiting())
+
+
+class _Awaiting:
+    """Registers the backend right after ``torch.distributed`` was loaded, and is gone."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _AWAITED else None
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                if self in sys.meta_path:  # whoever only looks for the module does not load it
+                    sys.meta_path.remove(self)
+                    _register()
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
         return
+    from torch.distributed import distributed_c10d
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
     dist.Backend.register_backend(NAME, _later("create"), extended_api=True, devices=["cpu", "cuda"])
     # From torch 2.15 on a flight recorder is hung on every group whose backend is not listed here as keeping
     # its own record. It can only be hung on torch's own groups, and an emulated one has a log of its own.

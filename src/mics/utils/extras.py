@@ -1,0 +1,20 @@
+"""Packages that not every user needs. Each belongs to an extra, and errors say which line to type."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final, Literal
+
+from mics.errors import MissingExtraError
+
+PACKAGES: Final = {"cli": ("rich", "tyro", "yaml"), "plot": ("matplotlib",)}
+"""What is imported of each extra. pyproject.toml has the versions."""
+
+
+def require(extra: Literal["cli", "plot"], what: str) -> None:
+    """Raise if a package of the extra is not installed. ``what`` needs it."""
+    missing = [package for package in PACKAGES[extra] if find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{what} needs {', '.join(missing)}, found none; type: pip install 'mics-torch[{extra}]'"
+        )
