@@ -330,7 +330,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     request = ["plan", "--model", "gpt-13b", "--cluster", "p4d.24xlarge:4", "--global-batch", "128"]
     assert main([*request, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "1000"]) == 0
     shown = capsys.readouterr().out
-    for words in ("partition_size=", "memory of a GPU", "choices", "dollars", "The next smaller size"):
+    for words in (
+        "partition_size=",
+        "memory per GPU",
+        "choices",
+        "1 B tokens: ",
+        "$",
+        "MFU ",
+        " per GPU)",
+        "global batch 262,144 tokens = 128 sequences of 2,048",
+        "The next smaller partition size",
+    ):
         assert words in shown
     assert main([*request, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
     assert "never, failures come faster" in capsys.readouterr().out
@@ -338,6 +348,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] > 12e9
     assert found["choices"][0]["memory_peak"] <= found["cluster"]["memory_nbytes"]
+    assert found["choices"][0]["mfu"] == pytest.approx(found["choices"][0]["tflops"] / 312)
+    per_gpu = found["choices"][0]["tokens_per_second_per_gpu"]
+    assert 32 * per_gpu == pytest.approx(found["choices"][0]["tokens_per_second"])
+    assert (found["global_batch"], found["global_batch_tokens"]) == (128, 128 * 2048)
     assert {"mics", "hsdp", "fsdp2"} == set(found["weak_scaling"])
     text = page.read_text()
     assert text.count("<svg") == 4
@@ -352,7 +366,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "nothing.json"], "No such file"),
         (["--cluster", "p4d.24xlarg:2"], "did you mean p4d.24xlarge"),
         (["--cluster", "p4d.24xlarge:0"], "expected a number of nodes"),
-        (["--global-batch", "17"], "--global-batch: expected a multiple of the 16 GPUs"),
+        (["--global-batch", "17"], "--global-batch: expected a multiple of 16 sequences .*the nearest is 16"),
+        (
+            ["--global-batch-tokens", "1M"],
+            "expected one of them, found both .32 sequences and 1 M tokens.; leave",
+        ),
+        (["--nodes", "0"], "--nodes: expected a number above 0"),
+        (["--nodes", "3"], "32 sequences cannot be divided over 24 GPUs"),
         (["--global-batch", "-1"], "--global-batch: expected a number above 0"),
         (["--seq", "0"], "--seq: expected a number above 0"),
         (["--price", "3"], "--price: expected --tokens"),
@@ -389,3 +409,66 @@ def test_shard_asks_for_the_smallest_group(memory_gib: float, expected: int) -> 
         ),
     ):
         assert choose_partition_size(model, world, ["a"] * 8) == expected
+
+
+REQUEST = ["plan", "--model", "gpt-13b", "--cluster", "p4d.24xlarge"]
+
+
+def test_a_batch_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*REQUEST, "--global-batch-tokens", "1M"]) == 0
+    assert "global batch 999,424 tokens = 488 sequences of 2,048 (1 M rounded by -0.1%)" in _flat(capsys)
+    assert main([*REQUEST]) == 2
+    assert "expected one of them, found neither" in capsys.readouterr().err
+    assert main([*REQUEST, "--global-batch-tokens", "1000"]) == 2
+    assert "--global-batch-tokens: expected about 16,384 tokens or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*REQUEST, "--global-batch-tokens", "lots"])
+    assert "expected a whole number above 0" in capsys.readouterr().err
+
+
+def _flat(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, however it was wrapped."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_numbers_of_nodes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    nodes = ["--nodes", "4", "1", "2", "--global-batch-tokens", "1M", "--tokens", "100B", "--price", "32"]
+    assert main([*REQUEST, *nodes, "--html", str(page)]) == 0
+    shown = _flat(capsys)
+    for words in (
+        "global batch 983,040 tokens = 480 sequences of 2,048 (1 M rounded by -1.7%)",
+        "to train on 100 B tokens",
+        "MFU days dollars",
+        "Advice: ",
+        "1 to 2 nodes: ",
+        "2 to 4 nodes: ",
+        "mics.shard(model, partition_size=",
+    ):
+        assert words in shown, words
+    assert not re.search(r"\de[+-]?\d", shown)
+    text = page.read_text()
+    assert text.count("<svg") == 3 and "how many nodes of p4d.24xlarge" in text
+
+
+def test_the_sweep_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each number of nodes has what a single plan has; one that does not fit has its reason."""
+    request = ["plan", "--model", "gpt-66b", "--cluster", "p4d.24xlarge", "--nodes", "1", "8"]
+    assert main([*request, "--global-batch", "128", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["advised_nodes"] == 8
+    one, eight = found["sizes"]
+    assert one["plan"] is None and "does not fit: " in one["problem"]
+    assert eight["problem"] is None and eight["plan"]["cluster"]["gpus"] == 64
+    assert main([*request[:-1], "--global-batch", "128"]) == 2
+    assert (
+        "--nodes: expected a number of nodes that fits, found none: 1 node: does" in capsys.readouterr().err
+    )
+
+
+def test_help_is_in_the_words_of_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert "{None}" not in shown
+    assert "Seconds training pauses per checkpoint" in shown and "--global-batch-tokens TOKENS" in shown

@@ -27,7 +27,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     """Three sources, one order; 3e-4 is a number although YAML reads it as text."""
     file = _yaml(tmp_path, "steps: 7\nbatch-size: 3\noptimizer: {learning_rate: 3e-4, beta2: 0.9}\n")
     config = parse_train_config(["--config", file, "--steps", "9", "--optimizer.beta2", "0.8"])
-    assert (config.steps, config.batch_size, config.micro_steps) == (9, 3, TrainConfig().micro_steps)
+    assert (config.steps, config.batch_size, config.micro_steps) == (9, 3, None)
     assert (config.optimizer.learning_rate, config.optimizer.beta2) == (3e-4, 0.8)
 
 
@@ -57,6 +57,13 @@ def test_null_in_the_file_means_unset(tmp_path: Path) -> None:
         ("data: {text: nowhere.txt}", r"data\.text: expected a file that exists, found 'nowhere.txt'"),
         ("launch: 3", r"launch: expected names with values, found 3"),
         ("config: other.yaml", r"config: unknown setting"),
+        ("global_batch_tokens: lots", r"global_batch_tokens: expected a whole number above 0, such as 1M"),
+        ("global_batch_tokens: true", r"global_batch_tokens: expected"),
+        (
+            "{global_batch: 8, global_batch_tokens: 1M}",
+            r"expected one of them, found both .8 sequences and 1 M",
+        ),
+        ("{global_batch: 8, micro_steps: 2}", r"micro_steps, global_batch: expected one of them, found both"),
         ("- a list", r"the file: expected names with values"),
         ("a: [", r"not valid YAML"),
     ],
@@ -125,3 +132,20 @@ def test_restarts_follow_from_checkpoints() -> None:
     assert parse_train_config([]).max_restarts == 3
     assert parse_train_config(["--checkpoint.interval", "0"]).max_restarts == 0
     assert parse_train_config(["--launch.max-restarts", "7"]).max_restarts == 7
+
+
+@pytest.mark.parametrize("written", ["1M", "1e6", "1_000_000", "1000000"])
+def test_a_batch_in_tokens_is_read_as_people_write_it(tmp_path: Path, written: str) -> None:
+    """In a file and as a flag."""
+    file = _yaml(tmp_path, f"global_batch_tokens: {written}")
+    for args in (["--config", file], ["--global-batch-tokens", written]):
+        assert parse_train_config(args).global_batch_tokens == 1_000_000
+
+
+def test_help_is_in_the_words_of_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_train_config(["--help"])
+    text = capsys.readouterr().out
+    assert "{None}" not in text
+    for words in ("AdamW beta1.", "Gradient accumulation steps", "Dtype of", "--model.num-layers INT"):
+        assert words in text

@@ -1,6 +1,7 @@
 """Data: the split, and batches that depend on nothing but the seed, the step and the place."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mics.errors import SettingsError
-from mics.train.data import Batches, ByteText, decode, encode, load_text
+from mics.train.config import ModelSettings, TrainConfig
+from mics.train.data import Batches, ByteText, Dealing, decode, encode, load_text
+from mics.utils.numbers import TokenCount
 
 TEXT = ByteText(train=torch.arange(200, dtype=torch.uint8), validation=torch.arange(50, dtype=torch.uint8))
 
@@ -95,3 +98,35 @@ def test_decode_undoes_encode_and_never_fails() -> None:
     """A model may produce any bytes, also tokens that are no bytes."""
     assert decode(encode("grün")) == "grün"
     assert decode([255, 104, 105, 5000]) == "\N{REPLACEMENT CHARACTER}hi"
+
+
+def _dealt(num_ranks: int, before: Dealing | None = None, **given: Any) -> Dealing:
+    config = TrainConfig(model=ModelSettings(seq_len=64), **given)
+    return Dealing.asked(config, num_ranks=num_ranks, before=before)
+
+
+def test_a_global_batch_gives_the_accumulation_steps() -> None:
+    """In sequences exactly; in tokens rounded to whole micro-steps; without either two steps."""
+    assert _dealt(4, global_batch=64) == Dealing(batch_size=4, micro_steps=4, num_ranks=4)
+    assert _dealt(4, global_batch_tokens=TokenCount(4000)) == Dealing(
+        batch_size=4, micro_steps=4, num_ranks=4
+    )
+    assert _dealt(4) == Dealing(batch_size=4, micro_steps=2, num_ranks=4)
+    with pytest.raises(
+        SettingsError, match=r"multiple of 16 sequences \(batch_size 4 on 4 ranks\), found 24"
+    ):
+        _dealt(4, global_batch=24)
+    with pytest.raises(SettingsError, match="global_batch_tokens: expected about 1,024 tokens or more"):
+        _dealt(4, global_batch_tokens=TokenCount(100))
+
+
+def test_a_resumed_run_keeps_the_batch_that_its_tokens_came_to() -> None:
+    """Rounding on other ranks would give another number of sequences."""
+    tokens = TokenCount(4000)
+    before = _dealt(4, global_batch_tokens=tokens)
+    after = _dealt(32, before, global_batch_tokens=tokens)
+    assert after == Dealing(batch_size=2, micro_steps=1, num_ranks=32)
+    assert after.num_sequences == before.num_sequences == 64
+    assert _dealt(2, before, global_batch=64).micro_steps == 8
+    with pytest.raises(SettingsError, match="expected 64 sequences per step as in the checkpoint"):
+        _dealt(4, before, global_batch_tokens=TokenCount(16000))

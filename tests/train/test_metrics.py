@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mics.train.display import Display, format_measurement, format_nbytes
+from mics.train.display import Display, format_measurement
 from mics.train.hardware import memory_nbytes, peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Measurement, Speedometer
@@ -74,20 +74,11 @@ def test_a_run_shorter_than_its_warm_up_works(num_steps: int) -> None:
         assert 0 < learning_rate_share(step, num_steps=num_steps, warmup_steps=10, final_share=0.1) <= 1
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345_678, "12.3 MB"), (999_700, "1 MB"), (3e13, "30 TB")],
-)
-def test_bytes_have_three_digits(nbytes: float, text: str) -> None:
-    """Decimal units, as networks are sold."""
-    assert format_nbytes(nbytes) == text
-
-
 def test_a_line_has_all_numbers_and_mfu_only_where_known() -> None:
     """The live line names both kinds of groups; an unknown peak leaves no empty place."""
     line = format_measurement(make_measurement(3), validation_loss=None)
     assert line == (
-        "loss 2.500 | norm 0.50 | 12,346 tok/s | 0.0123 TFLOP/s | "
+        "loss 2.500 | norm 0.50 | 12,346 tokens/s | 0.0123 TFLOP/s | "
         "moved 4.59 MB partition + 765 kB replication"
     )
     assert "MFU 43.2%" in format_measurement(make_measurement(3, mfu=0.4321), validation_loss=2.0)

@@ -137,7 +137,7 @@ def test_a_world_that_does_not_divide_the_batch_is_an_error(reference: Path, tmp
     flags = (*DROPOUT, "--checkpoint.resume", "latest", "--sharding.partition-size", "1")
     for error in run_badly(tmp_path, *flags, world=3):
         assert error.is_a("SettingsError")
-        assert "divides the 16 sequences of a step" in error.message
+        assert "divides the 16 sequences per step" in error.message
 
 
 @pytest.mark.parametrize(

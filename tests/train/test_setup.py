@@ -7,10 +7,12 @@ import torch
 
 from mics.models import GPT
 from mics.train.config import ModelSettings, TrainConfig
+from mics.train.data import Dealing
 from mics.train.setup import Setup, describe_run, describe_title
 from tests.ranks import run_ranks
 
 CONFIG = TrainConfig(model=ModelSettings(num_layers=1, num_heads=2, hidden_size=16, seq_len=8))
+DEALING = Dealing(batch_size=1, micro_steps=2, num_ranks=4)
 GPUS = Setup(
     num_parameters=7_000_000_000,
     precision="bf16",
@@ -33,13 +35,13 @@ def _sharded(options: dict[str, Any]) -> tuple[Setup, int]:
 @pytest.mark.parametrize(
     ("ranks_per_node", "param", "partition_size", "words"),
     [
-        (2, None, 1, "fp32, 64 tokens a step\n4 ranks = 2 nodes x 2 (CPU), partition groups of 1, "),
-        (2, None, None, "fp32, 64 tokens a step\n4 ranks = 2 nodes x 2 (CPU), partition groups of 2, "),
+        (2, None, 1, "fp32\n4 ranks = 2 nodes x 2 (CPU), partition groups of 1, "),
+        (2, None, None, "fp32\n4 ranks = 2 nodes x 2 (CPU), partition groups of 2, "),
         (
             3,
             torch.bfloat16,
             None,
-            "bf16, 64 tokens a step\n4 ranks = nodes of 3 + 1 (CPU), partition groups of 4, ",
+            "bf16\n4 ranks = nodes of 3 + 1 (CPU), partition groups of 4, ",
         ),
     ],
 )
@@ -51,7 +53,8 @@ def test_the_header_is_the_engines(
 
     options = {"partition_size": partition_size, "precision": mics.Precision(param_dtype=param)}
     for setup, numel in run_ranks(4, _sharded, options, ranks_per_node=ranks_per_node):
-        text = describe_run(CONFIG, setup, tokens_per_step=64)
+        text = describe_run(CONFIG, setup, DEALING)
+        assert "\nglobal batch 64 tokens = 8 sequences of 8: 1 sequence per rank and micro-step, 2 gr" in text
         assert words + f"replication groups of {setup.num_replicas}" in text
         assert setup.num_replicas * setup.partition_size == setup.num_ranks == 4
         assert setup.num_parameters == numel
@@ -60,11 +63,11 @@ def test_the_header_is_the_engines(
 
 def test_gpus_that_ranks_share_are_counted_once() -> None:
     """Eight ranks two by two are four GPUs; seven are four as well, one of them with a single rank."""
-    text = describe_run(TrainConfig(), GPUS, tokens_per_step=64)
+    text = describe_run(TrainConfig(), GPUS, DEALING)
     assert "8 ranks = 2 nodes x 4 (NVIDIA H200, 2 ranks on each), partition groups of 1" in text
     uneven = Setup(**{**vars(GPUS), "node_sizes": (4, 3)})
     assert "7 ranks = nodes of 4 + 3 (NVIDIA H200, up to 2 ranks on each)" in describe_run(
-        TrainConfig(), uneven, tokens_per_step=64
+        TrainConfig(), uneven, DEALING
     )
     assert (GPUS.num_gpus, uneven.num_gpus) == (4, 4)
 

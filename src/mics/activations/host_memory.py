@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mics.errors import MicsError
+from mics.utils.numbers import memory
 
 _MARGIN_NBYTES: Final = 1 << 30  # of the host's memory that is left to others
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -19,7 +20,6 @@ _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 # Limit, use, and what in memory.stat is pages of files: of the second version of cgroups, and of the first.
 _FILES: Final = ("memory.max", "memory.current", "inactive_file ")
 _FILES_BEFORE: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
-_GIB: Final = 2**30
 
 
 class HostPool:
@@ -58,14 +58,14 @@ class HostPool:
         available = available_nbytes() or 0
         ranks = (
             f", its share of what there was for the node's {self._num_sharing} being "
-            f"{max(0.0, self._share or 0) / _GIB:.3g} GiB"
+            f"{memory(max(0.0, self._share or 0))}"
             if self._num_sharing > 1
             else ""
         )
         raise MicsError(
-            f"{self._user}: expected {nbytes / _GIB:.3g} GiB of host memory for {what} (and "
-            f"{_MARGIN_NBYTES / _GIB:.0f} GiB left to others), found {available / _GIB:.3g} GiB available "
-            f"beside {self.nbytes / _GIB:.3g} GiB that this rank has for it already{ranks}; {self._remedy}"
+            f"{self._user}: expected {memory(nbytes)} of host memory for {what} (and "
+            f"{memory(_MARGIN_NBYTES)} left to others), found {memory(available)} available "
+            f"beside {memory(self.nbytes)} that this rank has for it already{ranks}; {self._remedy}"
         )
 
     def _room_for(self, nbytes: int) -> bool:
@@ -112,7 +112,7 @@ class HostPool:
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(error) != 0:
             raise MicsError(
-                f"{self._user}: expected to pin {buffer.numel() / _GIB:.3g} GiB of host memory, found CUDA "
+                f"{self._user}: expected to pin {memory(buffer.numel())} of host memory, found CUDA "
                 f"error {int(error)}; raise the limit of locked memory (ulimit -l), or {self._remedy}"
             )
 

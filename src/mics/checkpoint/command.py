@@ -23,8 +23,9 @@ from mics.checkpoint.formats.dcp import located
 from mics.checkpoint.importing import import_safetensors
 from mics.checkpoint.opening import find_checkpoint, open_checkpoint
 from mics.checkpoint.records import Index
-from mics.checkpoint.tables import size, tables_of
+from mics.checkpoint.tables import tables_of
 from mics.errors import CheckpointError, SettingsError
+from mics.utils.numbers import volume
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "keep": None}
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -90,7 +91,7 @@ def verify(path: _Source) -> int:
         return 1
     whole = all(file.digests for file in index.files.values())
     what = "every block is what was written" if whole else "sizes are right; it has no digests to compare"
-    print(f"ok: {len(index.files)} files, {size(nbytes)}: {what}")
+    print(f"ok: {len(index.files)} files, {volume(nbytes)}: {what}")
     return 0
 
 
@@ -118,7 +119,9 @@ def export(
     with _progress("export", exporting.nbytes) as advance:
         write_export(exporting, out, config=config, progress=advance)
     written = sum(tensor.nbytes for file in exporting.files.values() for tensor in file)
-    print(f"written: {out}: {len(exporting.called):,} tensors, {size(written)}, {len(exporting.files)} files")
+    print(
+        f"written: {out}: {len(exporting.called):,} tensors, {volume(written)}, {len(exporting.files)} files"
+    )
     if config is None:
         print("from_pretrained also needs a config.json there; --config copies it", file=sys.stderr)
     return 0
@@ -140,7 +143,7 @@ def import_(
     nbytes = sum(tensor.nbytes for tensor in index.tensors.values())
     with _progress("import", nbytes) as advance:
         import_safetensors(folder, index, out, progress=advance)
-    print(f"written: {out}: {len(index.tensors):,} tensors, {size(nbytes)}")
+    print(f"written: {out}: {len(index.tensors):,} tensors, {volume(nbytes)}")
     return 0
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from mics.checkpoint.names import is_state, tensors_of_model
 from mics.checkpoint.records import Index, StoredTensor, dtype_name
+from mics.utils.numbers import volume
 
 _MAX_FILES: Final = 16
 
@@ -23,15 +24,6 @@ def tables_of(folder: Path, index: Index, *, tensors: bool) -> RenderableType:
     if tensors:
         parts += [Text(), _tensors(index)]
     return Group(*parts)
-
-
-def size(nbytes: float) -> str:
-    """12.3 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
 
 
 def _summary(folder: Path, index: Index) -> Table:
@@ -78,10 +70,10 @@ def _contents(index: Index) -> Table:
         found = [index.tensors[key] for key, each in kinds.items() if each == kind]
         if found:
             nbytes = sum(tensor.nbytes for tensor in found)
-            table.add_row(kind, f"{len(found):,}", size(nbytes), ", ".join(_formats(found)))
+            table.add_row(kind, f"{len(found):,}", volume(nbytes), ", ".join(_formats(found)))
     own = [file.nbytes for name, file in index.files.items() if name.startswith("rank-")]
     if own:
-        table.add_row("each rank's own", "", size(sum(own)), "random state, extra state")
+        table.add_row("each rank's own", "", volume(sum(own)), "random state, extra state")
     if index.aliases:
         table.add_row("tied names", f"{len(index.aliases):,}", "", "written once")
     return table
@@ -102,12 +94,12 @@ def _files(index: Index) -> Table:
     table.add_column("digests", justify="right")
     shown = list(index.files.items())
     for name, file in shown[:_MAX_FILES]:
-        table.add_row(name, size(file.nbytes), f"{len(file.digests):,}" if file.digests else "none")
+        table.add_row(name, volume(file.nbytes), f"{len(file.digests):,}" if file.digests else "none")
     rest = shown[_MAX_FILES:]
     if rest:
-        table.add_row(f"and {len(rest):,} more", size(sum(file.nbytes for _, file in rest)), "")
+        table.add_row(f"and {len(rest):,} more", volume(sum(file.nbytes for _, file in rest)), "")
     total = sum(file.nbytes for _, file in shown)
-    table.add_row("together", size(total), "")
+    table.add_row("together", volume(total), "")
     return table
 
 
@@ -120,7 +112,7 @@ def _tensors(index: Index) -> Table:
     table.add_column("parts", justify="right")
     for name, tensor in index.tensors.items():
         shape = " x ".join(map(str, tensor.shape)) or "-"
-        table.add_row(name, shape, dtype_name(tensor.dtype), size(tensor.nbytes), str(len(tensor.chunks)))
+        table.add_row(name, shape, dtype_name(tensor.dtype), volume(tensor.nbytes), str(len(tensor.chunks)))
     for alias, name in index.aliases.items():
         table.add_row(alias, f"tied to {name}", "", "", "")
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -18,9 +18,7 @@ from mics.engine import Engine, engine_of
 from mics.gradients.optimizer import optimizer_state_nbytes
 from mics.schedule.sites import ScheduledSite
 from mics.sharding.unit import Unit
-
-_GIB: Final = 2**30
-_MIB: Final = 2**20
+from mics.utils.numbers import memory as memory_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +286,4 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _text(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "-"
-    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.2f} MiB"
+    return "-" if nbytes is None else memory_text(nbytes)

@@ -9,8 +9,8 @@ from mics.errors import SettingsError
 from mics.planner.goodput import Faults, Goodput, goodput
 from mics.planner.search import Choice, Found, Request, largest_term, search, smallest_cluster
 from mics.planner.systems import SYSTEMS, Prediction, predict_quickly
+from mics.utils.numbers import memory, plural
 
-_GIB: Final = 2**30
 _MAX_GPUS: Final = 100_000
 _CURVE_STEP: Final = 4
 PEERS: Final = ("mics", "hsdp", "fsdp2")
@@ -34,9 +34,9 @@ class Answer:
     peers: dict[str, Prediction]
     """The best choice's setting, as other systems would run it."""
     weak: dict[str, list[tuple[int, float]]]
-    """By system: GPUs and model TFLOP/s of each, the rows of a GPU staying the same."""
+    """By system: GPUs and model TFLOP/s per GPU, with the batch per GPU kept."""
     strong: dict[str, list[tuple[int, float]]]
-    """The same with the rows of the whole step staying the same."""
+    """The same with the global batch kept."""
     goodput: Goodput | None
     money: Money | None
 
@@ -57,7 +57,19 @@ def answer(
     found = search(request)
     if not found.choices:
         raise SettingsError(_too_large(found))
-    best = found.choices[0]
+    return complete(found, faults=faults, tokens=tokens, price=price, curves=curves)
+
+
+def complete(
+    found: Found,
+    *,
+    faults: Faults | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    curves: bool = True,
+) -> Answer:
+    """Compare and add up what a search has found, which is something."""
+    request, best = found.request, found.choices[0]
     left = goodput(faults, request.cluster.num_nodes) if faults is not None else None
     money = None
     if tokens is not None:
@@ -106,15 +118,15 @@ def _too_large(found: Found) -> str:
     nodes = smallest_cluster(request)
     term, nbytes = largest_term(request)
     would = (
-        f"{nodes} nodes of {request.cluster.name} would do"
+        f"{plural(nodes, 'node')} of {request.cluster.name} would do"
         if nodes is not None
-        else f"no number of such nodes would do, because {nbytes / _GIB:.3g} GiB of it are {term}: "
+        else f"no number of such nodes would do, because {memory(nbytes)} of it are {term}: "
         + ("shorten --seq" if term in ("activations", "logits or workspace") else "make units finer")
     )
     return (
         f"{request.model.name} does not fit on {request.cluster.num_nodes} x {request.cluster.name}: "
-        f"expected at most {request.limit / _GIB:.1f} GiB a GPU, found {needed / _GIB:.1f} GiB with "
-        f"partition size {size}, one row and everything offloaded; {would}"
+        f"expected at most {memory(request.limit)} per GPU, found {memory(needed)} with "
+        f"partition size {size}, one sequence per GPU and everything offloaded; {would}"
     )
 
 
@@ -135,10 +147,17 @@ def as_dict(found: Answer) -> dict[str, Any]:
             "memory_nbytes": request.limit,
         },
         "global_batch": request.global_batch,
+        "global_batch_tokens": request.batch.num_tokens,
+        "asked_tokens": request.asked_tokens,
         "choices": [_choice(choice) for choice in found.found.choices],
         "too_large": found.found.too_large,
         "systems": {
-            name: {"about": SYSTEMS[name].about, "step_seconds": each.step_seconds, "tflops": each.tflops}
+            name: {
+                "about": SYSTEMS[name].about,
+                "step_seconds": each.step_seconds,
+                "tflops": each.tflops,
+                "mfu": each.mfu,
+            }
             for name, each in found.peers.items()
         },
         "weak_scaling": found.weak,
@@ -162,6 +181,8 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "units_of_a_block": setting.model.parts,
         "step_seconds": prediction.step_seconds,
         "tokens_per_second": prediction.tokens_per_second,
+        "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
+        "mfu": prediction.mfu,
         "tflops": prediction.tflops,
         "tflops_with_recomputation": prediction.hardware_tflops,
         "compute_seconds": prediction.compute_seconds,

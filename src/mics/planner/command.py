@@ -6,69 +6,76 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 
-from mics.cost.clusters import PRESETS
+from mics.cost.clusters import PRESETS, Cluster
 from mics.cost.modules import find_model
-from mics.cost.shapes import NAMES
+from mics.cost.shapes import NAMES, ModelShape
 from mics.errors import SettingsError
-from mics.planner.answer import answer, as_dict
+from mics.planner.answer import Answer, answer, as_dict, complete
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
-from mics.planner.search import Request
-from mics.planner.text import show
+from mics.planner.search import Request, divided_batch, search
+from mics.planner.sweep import Size, Sweep, sweep_as_dict
+from mics.planner.text import show, show_sweep
+from mics.utils.command_line import parse
 from mics.utils.extras import require
+from mics.utils.global_batch import AskedBatch, GlobalBatch
+from mics.utils.numbers import TokenCount, in_gib, memory
 
 _MODELS = f"{', '.join(NAMES)}; a Hugging Face config.json; or module:function that builds an nn.Module"
-_CLUSTERS = f"NAME:NODES or FILE.yaml:NODES; names: {', '.join(PRESETS)}"
+_CLUSTERS = f"NAME:NODES or FILE.yaml:NODES (NAME alone with --nodes); names: {', '.join(PRESETS)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What a training run will cost, how to split it, and whether it fits, before renting anything.
+    """What a training run will cost, how to shard it, and whether it fits, before renting anything.
 
-    From arithmetic alone: memory term by term, and a step played through as a schedule of the computation and
-    of every link. Say what you want to train on what; the best ways to do it come out, with reasons.
+    From arithmetic alone: memory term by term, and a simulated step with its compute and every link. Say what
+    you want to train on what; the best settings come out, with reasons.
     """
 
     model: Annotated[str, tyro.conf.arg(help=_MODELS)]
     cluster: Annotated[str, tyro.conf.arg(help=_CLUSTERS)]
-    global_batch: int
-    """Rows (sequences) of one optimizer step, over all GPUs."""
+    nodes: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: those of --cluster)")] = ()
+    """Numbers of nodes to compare, such as 1 2 4 8 16: one table with days and dollars, and advice."""
+    global_batch: int | None = None
+    """Sequences per optimizer step, over all GPUs. Give this or --global-batch-tokens."""
+    global_batch_tokens: TokenCount | None = None
+    """Tokens per optimizer step, over all GPUs (1M, 4e6, 4_000_000): rounded to as many sequences per GPU."""
     seq: int | None = None
-    """Tokens of a row; None: the model's usual."""
+    """Tokens per sequence; unset: the model's usual length."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """dtype in which gradients travel."""
+    """Dtype of gradients in communication."""
     memory_gib: float | None = None
-    """Memory of a GPU, if it is not the cluster's."""
+    """Memory per GPU in GiB; unset: the cluster's."""
     price: float | None = None
-    """Dollars for a node and hour."""
-    tokens: float | None = None
-    """Tokens to train on, for the time and (with --price) the money that takes."""
+    """Dollars per node and hour."""
+    tokens: TokenCount | None = None
+    """Tokens to train on (300B, 1e12): gives the time and, with --price, the cost of the run."""
     node_mtbf_hours: float | None = None
-    """Hours between two failures of one node, on average: gives goodput and the best checkpoint interval."""
+    """Mean hours between failures of one node: gives goodput and the best checkpoint interval."""
     checkpoint_seconds: float = 30.0
-    """That training stands still for a checkpoint."""
+    """Seconds training pauses per checkpoint."""
     restart_seconds: float = 300.0
-    """From a failure until training goes on."""
+    """Seconds from a failure until training continues."""
     json: bool = False
     """Print everything as JSON instead."""
     html: Path | None = None
-    """Write a page with pictures too."""
+    """Also write a page with pictures to this file."""
 
     def check(self) -> None:
         """Raise if a number makes no sense."""
         for name, value in (
-            ("global-batch", self.global_batch),
             ("seq", self.seq),
             ("memory-gib", self.memory_gib),
-            ("tokens", self.tokens),
             ("node-mtbf-hours", self.node_mtbf_hours),
+            *(("nodes", number) for number in self.nodes),
         ):
             if value is not None and not 0 < value < math.inf:
                 raise SettingsError(f"--{name}: expected a number above 0, found {value}")
@@ -80,44 +87,118 @@ class PlanConfig:
             if value is not None and not 0 <= value < math.inf:
                 raise SettingsError(f"--{name}: expected a number from 0, found {value}")
         if self.price is not None and self.tokens is None:
-            raise SettingsError("--price: expected --tokens beside it, found none; money is for tokens")
+            raise SettingsError(
+                "--price: expected --tokens beside it, found none; add what is to be trained on, such as "
+                "--tokens 300B"
+            )
+        if not self.batch.given:
+            raise SettingsError(
+                "--global-batch, --global-batch-tokens: expected one of them, found neither; say how large "
+                "an optimizer step is, such as --global-batch-tokens 4M"
+            )
+
+    @property
+    def batch(self) -> AskedBatch:
+        return AskedBatch(sequences=self.global_batch, tokens=self.global_batch_tokens)
+
+    @property
+    def faults(self) -> Faults | None:
+        if self.node_mtbf_hours is None:
+            return None
+        return Faults(
+            node_mtbf=3600 * self.node_mtbf_hours,
+            checkpoint=self.checkpoint_seconds,
+            restart=self.restart_seconds,
+        )
 
 
 def plan(args: Sequence[str]) -> int:
     """Parse, plan, print."""
-    config = tyro.cli(PlanConfig, args=list(args), prog="mics plan")
+    config = parse(PlanConfig, args, prog="mics plan")
     try:
         config.check()
         if config.html is not None:
             require("plot", "--html")
-        request = Request(
-            model=find_model(config.model, seq_len=config.seq),
-            cluster=planned_cluster(config.cluster),
-            global_batch=config.global_batch,
-            wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
-            memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
+        model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
+        if config.nodes:
+            return _publish(_sweep(config, model, cluster), config)
+        return _publish(
+            answer(
+                _request(config, model, cluster),
+                faults=config.faults,
+                tokens=config.tokens,
+                price=config.price,
+                curves=config.json or config.html is not None,
+            ),
+            config,
         )
-        faults = None
-        if config.node_mtbf_hours is not None:
-            faults = Faults(
-                node_mtbf=3600 * config.node_mtbf_hours,
-                checkpoint=config.checkpoint_seconds,
-                restart=config.restart_seconds,
-            )
-        curves = config.json or config.html is not None
-        found = answer(request, faults=faults, tokens=config.tokens, price=config.price, curves=curves)
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 2
+
+
+def _request(
+    config: PlanConfig, model: ModelShape, cluster: Cluster, common: GlobalBatch | None = None
+) -> Request:
+    batch = common or divided_batch(config.batch, model, cluster)
+    return Request(
+        model=model,
+        cluster=cluster,
+        global_batch=batch.num_sequences,
+        asked_tokens=batch.asked_tokens,
+        wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
+        memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
+    )
+
+
+def _sweep(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Sweep:
+    """Every number of nodes, in order; one that is not possible keeps its reason."""
+    sizes = []
+    common = _common_batch(config, model, cluster)
+    for nodes in sorted(set(config.nodes)):
+        here = replace(cluster, num_nodes=nodes)
+        size = Size(nodes=nodes, gpus=here.world_size)
+        try:
+            found = search(_request(config, model, here, common))
+        except SettingsError:  # the batch, which is all that depends on the number of nodes
+            asked = "the batch" if config.global_batch is None else f"{config.global_batch:,} sequences"
+            problem = f"{asked} cannot be divided over {here.world_size:,} GPUs"
+            sizes.append(replace(size, problem=problem))
+            continue
+        if found.choices:
+            filled = complete(
+                found, faults=config.faults, tokens=config.tokens, price=config.price, curves=config.json
+            )
+            sizes.append(replace(size, answer=filled))
+        else:
+            needed = in_gib(min(found.too_large.values()))
+            sizes.append(replace(size, problem=f"does not fit: {needed} of {memory(found.request.limit)}"))
+    return Sweep(sizes=tuple(sizes))
+
+
+def _common_batch(config: PlanConfig, model: ModelShape, cluster: Cluster) -> GlobalBatch | None:
+    """Tokens rounded once for all numbers of nodes, if there is a batch that all of them can divide."""
+    gpus = math.lcm(*(nodes * cluster.ranks_per_node for nodes in config.nodes))
+    if config.global_batch_tokens is None or 2 * config.global_batch_tokens < gpus * model.seq_len:
+        return None
+    return config.batch.fit(seq_len=model.seq_len, multiple=gpus, because="as many for each GPU")
+
+
+def _publish(found: Answer | Sweep, config: PlanConfig) -> int:
+    """Print it, and write the page."""
     if config.json:
-        print(json.dumps(as_dict(found), indent=2, allow_nan=False))
+        shown = sweep_as_dict(found) if isinstance(found, Sweep) else as_dict(found)
+        print(json.dumps(shown, indent=2, allow_nan=False))
+    elif isinstance(found, Sweep):
+        show_sweep(found, Console())
     else:
         show(found, Console())
     if config.html is not None:
-        from mics.planner.page import page  # matplotlib takes a second, which only this needs
+        from mics.planner.page import page, sweep_page  # matplotlib takes a second, which only this needs
 
+        text = sweep_page(found) if isinstance(found, Sweep) else page(found)
         try:
-            config.html.write_text(page(found))
+            config.html.write_text(text)
         except OSError as error:
             print(f"mics plan: --html {config.html}: {error.strerror or error}", file=sys.stderr)
             return 2

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What goes wrong how often, and what it takes. Seconds."""
+    """How often nodes fail and what that costs, in seconds."""
 
     node_mtbf: float
-    """Between two failures of one node, on average."""
+    """Mean time between failures of one node."""
     checkpoint: float
-    """That training stands still for a checkpoint."""
+    """Seconds training pauses per checkpoint."""
     restart: float
-    """From a failure until training goes on: notice, start, load."""
+    """Seconds from a failure until training continues: detect it, start again, load."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from mics.cost.clusters import Cluster
 from mics.cost.memory import USABLE, Keeping, Terms
 from mics.cost.setting import Setting, partition_sizes
 from mics.cost.shapes import ModelShape
-from mics.errors import SettingsError
 from mics.planner.systems import Prediction, predict, predict_quickly
+from mics.utils.global_batch import AskedBatch, GlobalBatch
 
 _POLICIES: Final = (
     Keeping(checkpoint=False),
@@ -28,6 +28,12 @@ _MAX_NODES: Final = 1 << 17
 _MAX_MICRO_BATCH: Final = 64
 
 
+def divided_batch(asked: AskedBatch, model: ModelShape, cluster: Cluster) -> GlobalBatch:
+    """The batch in sequences, as many for every GPU."""
+    world = cluster.world_size
+    return asked.fit(seq_len=model.seq_len, multiple=world, because=f"as many for each of the {world:,} GPUs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be trained on what."""
@@ -35,19 +41,23 @@ class Request:
     model: ModelShape
     cluster: Cluster
     global_batch: int
-    """Rows of one optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks."""
+    asked_tokens: int | None = None
+    """Tokens that ``global_batch`` was rounded from, where it was."""
     wire_nbytes: int = 4
     memory_nbytes: float | None = None
     """Of one device; None: the cluster's."""
 
     def __post_init__(self) -> None:
-        world = self.cluster.world_size
-        if self.global_batch < world or self.global_batch % world:
-            fits = max(1, round(self.global_batch / world)) * world
-            raise SettingsError(
-                f"--global-batch: expected a multiple of the {world} GPUs (a row or more for each), found "
-                f"{self.global_batch}; the nearest is {fits}"
-            )
+        divided_batch(AskedBatch(sequences=self.global_batch), self.model, self.cluster)
+
+    @property
+    def batch(self) -> GlobalBatch:
+        return GlobalBatch(
+            num_sequences=self.global_batch,
+            seq_len=self.model.seq_len,
+            asked_tokens=self.asked_tokens,
+        )
 
     @property
     def limit(self) -> float:

@@ -83,8 +83,18 @@ class Prediction:
         return self._flops(recomputed=self.setting.activations.checkpoint)
 
     @property
+    def mfu(self) -> float:
+        """Model FLOPs as a share of the data sheet's peak."""
+        return self.tflops * 1e12 / self.setting.device.peak_flops
+
+    @property
     def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
         return self.setting.tokens_per_step / self.step_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.setting.cluster.world_size
 
     def _flops(self, *, recomputed: bool) -> float:
         setting = self.setting

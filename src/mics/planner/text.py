@@ -5,16 +5,36 @@ from __future__ import annotations
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from mics.planner.answer import Answer, Money
 from mics.planner.search import Choice
 from mics.planner.simulate import LINKS
+from mics.planner.sweep import KEY as SWEEP_KEY
+from mics.planner.sweep import Sweep, advice_on_nodes, batches_of, cells
 from mics.planner.systems import Prediction
+from mics.utils.numbers import (
+    GIB,
+    count,
+    days,
+    dollars,
+    duration,
+    fixed,
+    hours,
+    in_gib,
+    memory,
+    percent,
+    plural,
+    seconds,
+    tflops,
+    times,
+    tokens,
+    whole,
+)
 
-_GIB: Final = 2**30
+KEY: Final = "p: partition size; batch: sequences per GPU and micro-step; accum.: gradient accumulation steps"
 _WIDTH: Final = 44
 _COLOURS: Final = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_black")
 
@@ -24,12 +44,12 @@ def show(found: Answer, console: Console) -> None:
     request, best = found.found.request, found.best
     cluster = request.cluster
     console.print(
-        f"[bold]{request.model.name}[/] ({count(request.model.num_parameters)} parameters, "
-        f"{request.model.seq_len} tokens a row) on {cluster.num_nodes} x {cluster.name} "
-        f"({cluster.world_size} GPUs), {request.global_batch} rows a step"
+        f"[bold]{request.model.name}[/] ({count(request.model.num_parameters)} parameters) on "
+        f"{cluster.num_nodes:,} x {cluster.name} ({cluster.world_size:,} GPUs)\n{request.batch}",
+        highlight=False,
     )
     console.print(f"\n{advice(best)}", highlight=False, markup=False, style="bold")
-    console.print(f"{_result(best)}\n", highlight=False)
+    console.print(f"{result(best)}\n", highlight=False)
     _memory(found, console)
     _time(best, console)
     _choices(found, console)
@@ -39,12 +59,35 @@ def show(found: Answer, console: Console) -> None:
     _money(found, console)
 
 
-def count(number: float) -> str:
-    """12.3 B, 1.06 T."""
-    unit, name = next(
-        (u, n) for u, n in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1, "")) if number >= u or u == 1
+def show_sweep(found: Sweep, console: Console) -> None:
+    """One table over the number of nodes, and what to make of it."""
+    request = found.advised[1].found.request
+    console.print(
+        f"[bold]{request.model.name}[/] ({count(request.model.num_parameters)} parameters) on nodes of "
+        f"{request.cluster.name} ({plural(request.cluster.ranks_per_node, 'GPU')} per node)",
+        highlight=False,
     )
-    return f"{number / unit:.3g} {name}".rstrip()
+    for line in batches_of(found.sizes):
+        console.print(line, highlight=False)
+    spent = found.advised[1].money
+    if spent is not None:
+        console.print(f"to train on {tokens(spent.tokens)}", highlight=False)
+    heads, lines = cells(found)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in heads:
+        justify: JustifyMethod = "left" if head == "best setting" else "right"
+        table.add_column(head.replace(" per GPU", "\nper GPU"), justify=justify)
+    for row in lines:
+        table.add_row(*row, style="bold" if row[0] == f"{found.advised[0]:,}" else None)
+    console.print(table)
+    console.print(f"{SWEEP_KEY}\n", highlight=False, style="dim")
+    for line in advice_on_nodes(found):
+        console.print(line, highlight=False)
+    best = found.advised[1].best
+    console.print(f"\n{advice(best)}", highlight=False, markup=False, style="bold")
+    console.print(result(best), highlight=False)
+    if spent is None:
+        console.print("--tokens adds days, --price dollars.", highlight=False, style="dim")
 
 
 def advice(choice: Choice) -> str:
@@ -65,22 +108,20 @@ def advice(choice: Choice) -> str:
         extra += ", units=[block, attention and MLP classes]"
     return (
         f"mics.shard(model, partition_size={setting.partition_size}{extra}), "
-        f"{_plural(setting.micro_batch, 'row')} a micro-step, {_plural(setting.accumulation, 'micro-step')}"
+        f"{plural(setting.micro_batch, 'sequence')} per GPU and micro-step, "
+        f"{plural(setting.accumulation, 'gradient accumulation step')}"
     )
 
 
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def _result(choice: Choice) -> str:
+def result(choice: Choice) -> str:
+    """What a step takes, in one sentence."""
     found = choice.prediction
-    again = (
-        f" ({found.hardware_tflops:.0f} with recomputation)" if choice.setting.activations.checkpoint else ""
-    )
+    recomputes = choice.setting.activations.checkpoint
+    again = f" ({tflops(found.hardware_tflops)} with recomputation)" if recomputes else ""
     return (
-        f"{found.step_seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, {found.tflops:.0f} "
-        f"TFLOP/s a GPU{again}, limited by {choice.limited_by}"
+        f"{seconds(found.step_seconds)} per step, {whole(found.tokens_per_second)} tokens/s "
+        f"({whole(found.tokens_per_second_per_gpu)} per GPU), {tflops(found.tflops)} TFLOP/s per GPU{again}, "
+        f"MFU {percent(found.mfu)}, limited by {choice.limited_by}"
     )
 
 
@@ -88,8 +129,8 @@ def _memory(found: Answer, console: Console) -> None:
     best = found.best
     limit = found.found.request.limit
     console.print(
-        f"[bold]memory of a GPU[/]: {best.memory.peak / _GIB:.1f} of {limit / _GIB:.1f} GiB at the peak"
-        + (f", {best.memory.host / _GIB:.1f} GiB of host memory" if best.memory.host else ""),
+        f"[bold]memory per GPU[/]: {in_gib(best.memory.peak)} of {memory(limit)} at the peak"
+        + (f", {memory(best.memory.host)} of host memory" if best.memory.host else ""),
         highlight=False,
     )
     bar, used = Text("  "), 0
@@ -101,7 +142,7 @@ def _memory(found: Answer, console: Console) -> None:
     bar.append("░" * max(0, _WIDTH - round(_WIDTH * used / limit)), style="dim")
     console.print(bar)
     for (name, nbytes), colour in zip(terms.items(), _COLOURS, strict=True):
-        console.print(Text.assemble(("  █ ", colour), f"{nbytes / _GIB:7.2f} GiB  {name}"))
+        console.print(Text.assemble(("  █ ", colour), f"{nbytes / GIB:7.2f} GiB  {name}"))
     console.print()
 
 
@@ -109,7 +150,8 @@ def _time(best: Choice, console: Console) -> None:
     """One step from left to right: a row for the computation and for each link."""
     found = best.prediction
     console.print(
-        "[bold]one step[/]" + (" (middle micro-steps left out)" if best.setting.accumulation > 3 else "")
+        "[bold]one step[/]"
+        + (" (micro-steps in the middle are left out)" if best.setting.accumulation > 3 else "")
     )
     ended = max(task.end for task in found.tasks)
     span = ended - found.began
@@ -124,9 +166,9 @@ def _time(best: Choice, console: Console) -> None:
             for cell in range(max(0, int(low)), min(_WIDTH, int(high) + 1)):
                 cells[cell] += max(0.0, min(high, cell + 1) - max(low, cell))
         bar = "".join(" ░▒▓█"[min(4, round(4 * min(1.0, cell)))] for cell in cells)
-        seconds = found.compute_seconds if name == "compute" else found.link_seconds[name]
-        exposed = "" if name == "compute" else f", {found.exposed_seconds[name]:.3g} exposed"
-        console.print(Text(f"  {name:{margin}}{bar}  {seconds:.3g} s{exposed}"))
+        busy = found.compute_seconds if name == "compute" else found.link_seconds[name]
+        exposed = "" if name == "compute" else f", {seconds(found.exposed_seconds[name])} exposed"
+        console.print(Text(f"  {name:{margin}}{bar}  {seconds(busy)}{exposed}"))
     console.print()
 
 
@@ -137,12 +179,12 @@ def lanes_of(found: Prediction) -> list[str]:
 
 def _choices(found: Answer, console: Console) -> None:
     table = Table(
-        title="choices, the best of each partition size",
+        title="choices: the best setting of each partition size",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for header in ("p", "rows", "micro", "activations", "s/step", "TFLOP/s", "GiB"):
+    for header in ("p", "batch", "accum.", "activations", "s/step", "MFU", "GiB"):
         table.add_column(header, justify="left" if header == "activations" else "right", no_wrap=True)
     table.add_column("limited by", no_wrap=True)
     for choice in found.found.choices[:8]:
@@ -152,12 +194,13 @@ def _choices(found: Answer, console: Console) -> None:
             str(setting.micro_batch),
             str(setting.accumulation),
             str(setting.activations) + (f", units/{setting.model.parts}" if setting.model.parts > 1 else ""),
-            f"{choice.step_seconds:.3g}",
-            f"{choice.prediction.tflops:.0f}",
-            f"{choice.memory.peak / _GIB:.1f}",
+            fixed(choice.step_seconds),
+            percent(choice.prediction.mfu),
+            in_gib(choice.memory.peak),
             choice.limited_by,
         )
     console.print(table)
+    console.print(f"{KEY}\n", highlight=False, style="dim")
 
 
 def neighbours(found: Answer) -> list[str]:
@@ -173,15 +216,15 @@ def neighbours(found: Answer) -> list[str]:
             lines.append(f"There is no {word} partition size.")
         elif other in by_size:
             change = 100 * (by_size[other].step_seconds / best.step_seconds - 1)
-            time = f"{change:+.1f}% time a step" if round(change, 1) else "as fast"
-            gib = (by_size[other].memory.peak - best.memory.peak) / _GIB
+            time = f"step time {change:+.1f}%" if round(change, 1) else "as fast"
+            gib = (by_size[other].memory.peak - best.memory.peak) / GIB
             lines.append(
-                f"The next {word} size, {other}: {time}, {gib:+.1f} GiB a GPU, limited by "
+                f"The next {word} partition size, {other}: {time}, {gib:+.1f} GiB per GPU, limited by "
                 f"{by_size[other].limited_by}."
             )
         else:
-            needed = found.found.too_large[other] / _GIB
-            lines.append(f"The next {word} size, {other}, does not fit: {needed:.1f} GiB at the least.")
+            needed = memory(found.found.too_large[other])
+            lines.append(f"The next {word} partition size, {other}, does not fit: it needs {needed} per GPU.")
     return lines
 
 
@@ -192,19 +235,20 @@ def _after(every: list[int], place: int) -> int | None:
 def _systems(found: Answer, console: Console) -> None:
     best = found.peers["mics"].step_seconds
     parts = [
-        f"{name} {each.step_seconds:.3g} s ({each.step_seconds / best:.2f} x)"
+        f"{name} {seconds(each.step_seconds)} ({times(each.step_seconds / best)})"
         for name, each in found.peers.items()
     ]
-    console.print(f"\nThe same micro-batch in other systems: {', '.join(parts)}", highlight=False)
+    console.print(
+        f"\nThe same setting in other systems, seconds per step: {', '.join(parts)}", highlight=False
+    )
 
 
 def _money(found: Answer, console: Console) -> None:
     left = found.goodput
     if left is not None:
         console.print(
-            f"Failures: one every {left.mtbf / 3600:.3g} h; a checkpoint every "
-            f"{max(left.interval, 1) / 60:.3g} min is best and leaves "
-            f"{100 * left.share:.1f}% of the time to training",
+            f"Failures: one every {hours(left.mtbf)}; the best checkpoint interval is "
+            f"{duration(max(left.interval, 1))} and leaves {percent(left.share)} of the time to training",
             highlight=False,
         )
     if found.money is not None:
@@ -214,6 +258,6 @@ def _money(found: Answer, console: Console) -> None:
 def money(spent: Money) -> str:
     """Time and price of a number of tokens."""
     if spent.hours is None:
-        return f"{spent.tokens:.3g} tokens: never, failures come faster than work is done"
-    dollars = "" if spent.dollars is None else f", {spent.dollars:,.0f} dollars"
-    return f"{spent.tokens:.3g} tokens: {spent.hours:,.0f} h ({spent.hours / 24:,.1f} days){dollars}"
+        return f"{tokens(spent.tokens)}: never, failures come faster than work is done"
+    price = "" if spent.dollars is None else f", {dollars(spent.dollars)}"
+    return f"{tokens(spent.tokens)}: {hours(3600 * spent.hours)} ({days(3600 * spent.hours)}){price}"

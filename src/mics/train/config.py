@@ -9,6 +9,8 @@ from typing import Literal
 
 from mics.errors import SettingsError
 from mics.models import GPT_SIZES, GPTConfig
+from mics.utils.global_batch import AskedBatch
+from mics.utils.numbers import TokenCount
 
 # Written out because a type checker and ``--help`` need it; a test holds it equal to the table of sizes.
 ModelSize = Literal["nano", "gpt-124m", "gpt-350m", "gpt-1.3b", "gpt-3.6b", "gpt-6.7b", "gpt-13b"]
@@ -26,17 +28,17 @@ class ModelSettings:
     size: ModelSize = "nano"
     """Named size to start from."""
     num_layers: int | None = None
-    """Transformer blocks; unset takes the named size's."""
+    """Transformer layers; unset takes the named size's."""
     num_heads: int | None = None
     """Attention heads; unset takes the named size's."""
     hidden_size: int | None = None
-    """Width of the model, a multiple of twice the heads; unset takes the named size's."""
+    """Hidden size (embedding width), a multiple of twice the heads; unset takes the named size's."""
     vocab_size: int | None = None
-    """Number of different tokens, at least 256 since the data is bytes; unset takes the named size's."""
+    """Vocabulary size, at least 256 since the data is bytes; unset takes the named size's."""
     seq_len: int | None = None
-    """Tokens in one sequence; unset takes the named size's."""
+    """Tokens per sequence; unset takes the named size's."""
     dropout: float | None = None
-    """Share of activations dropped while training, in [0, 1); unset takes the named size's."""
+    """Dropout probability, in [0, 1); unset takes the named size's."""
 
     def __post_init__(self) -> None:
         config = self.build()
@@ -67,12 +69,12 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The text to learn, read as bytes."""
+    """The text to train on, tokenized as bytes."""
 
     text: Path | None = None
     """Text file to train on; unset takes the fables that ship with mics."""
     validation_share: float = 0.1
-    """Share of the text, taken from its end, that is kept for validation."""
+    """Fraction of the text, taken from its end, that is held out for validation."""
 
     def __post_init__(self) -> None:
         share = self.validation_share
@@ -82,26 +84,26 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW, with a learning rate that warms up linearly and then falls along a cosine."""
+    """AdamW, with linear warm-up and cosine decay of the learning rate."""
 
     learning_rate: float | None = None
-    """Highest learning rate, after the warm-up; unset is 0.5 / hidden size, as wider models want less."""
+    """Peak learning rate, after the warm-up; unset is 0.5 / hidden size, since wider models need less."""
     final_share: float = 0.1
-    """Learning rate of the last step as a share of the highest."""
+    """Final learning rate as a fraction of the peak."""
     warmup_steps: int = 15
-    """Steps over which the learning rate rises from zero."""
+    """Linear warm-up steps."""
     beta1: float = 0.9
-    """Memory of the gradient's mean."""
+    """AdamW beta1."""
     beta2: float = 0.95
-    """Memory of the gradient's square."""
+    """AdamW beta2."""
     weight_decay: float = 0.1
-    """Decay of the matrices; norms are not decayed."""
+    """AdamW weight decay, of matrices only; norms are not decayed."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradient clipping: maximum global norm."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
-    """Gradients with a NaN or an infinity: end the run, leave out the update, or update all the same."""
+    """On NaN or infinite gradients: end the run, skip the step, or step anyway."""
     max_skipped: int = 10
-    """With nonfinite=skip: updates left out one after the other before the run ends all the same."""
+    """With nonfinite=skip: consecutive skipped steps after which the run ends anyway."""
 
     def __post_init__(self) -> None:
         _require(self.max_skipped >= 0, "optimizer.max_skipped", "0 or more", self.max_skipped)
@@ -119,21 +121,22 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSettings:
-    """How the model is divided over the ranks."""
+    """How the model is sharded over the ranks."""
 
     partition_size: int | None = None
-    """Ranks that together hold one copy of the parameters; unset takes the smallest group that leaves half of
-    a GPU to activations (without a GPU: one node)."""
+    """Ranks that one copy of the parameters is sharded over; unset takes the smallest that leaves half of the
+    GPU's memory to activations (without a GPU: one node)."""
     optimizer_sharding: Literal["world", "partition"] = "world"
-    """Divide optimizer state over all ranks, or over the partition group only."""
+    """Shard optimizer state over all ranks, or over the partition group only."""
     param_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """dtype of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Masters are fp32."""
+    """Dtype of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Master weights are fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """dtype in which gradients travel inside a partition group; they are accumulated in fp32."""
+    """Dtype of the reduce-scatter inside the partition group; gradients are accumulated in fp32."""
     replica_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """dtype in which gradients travel between replicas, once a step; they are added up in fp32."""
+    """Dtype of the gradient reduction between replicas, once per step; gradients are summed in fp32."""
     activations: Literal["keep", "checkpoint", "offload"] = "keep"
-    """Keep what blocks save for the backward, compute it again, or that with their inputs in host memory."""
+    """Keep activations; recompute them (activation checkpointing); or recompute them and offload the inputs
+    of blocks to the CPU."""
 
     def __post_init__(self) -> None:
         size = self.partition_size
@@ -142,20 +145,20 @@ class ShardingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """What is measured and shown on the way."""
+    """What is measured and printed during training."""
 
     interval: int = 5
-    """Steps between two measurements. Between them nothing waits for the GPU."""
+    """Steps between measurements. Nothing synchronizes with the GPU between them."""
     eval_interval: int = 30
-    """Steps between two validations; 0 validates only at the end."""
+    """Steps between validations; 0 validates only at the end."""
     eval_batches: int = 2
-    """Batches on every rank for one validation."""
+    """Batches per rank and validation."""
     sample_tokens: int = 200
-    """Length of the text sampled from the trained model; 0 for none."""
+    """Tokens to sample from the trained model; 0 for none."""
     prompt: str = "There was once a "
-    """Beginning of the sampled text."""
+    """Prompt of the sample."""
     temperature: float = 0.7
-    """Below 1 the sample is safer, above 1 wilder; 0 always takes the likeliest."""
+    """Sampling temperature; 0 is greedy."""
     save_weights: bool = True
     """Write the trained weights to model.pt: an ordinary state dict of full tensors."""
 
@@ -169,17 +172,17 @@ class ReportSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """What a run can go on from. Checkpoints go to <output-dir>/<name>/checkpoints."""
+    """Checkpoints to resume from. They go to <output-dir>/<name>/checkpoints."""
 
     interval: int = 100
-    """Steps between two checkpoints; with 0 there are none, and neither restarts nor a save at SIGTERM."""
+    """Steps between checkpoints; 0 disables them, and with them restarts and the save at SIGTERM."""
     keep: int = 2
-    """Checkpoints that stay; older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
     asynchronous: bool = True
-    """Write while training goes on: it stands still only while the values are copied to host memory."""
+    """Write in the background: training pauses only while values are copied to host memory."""
     resume: str = "auto"
-    """auto: go on where this run was if the launcher restarted it, else begin anew; latest: go on from this
-    run's latest checkpoint if there is one; or the path of a checkpoint to go on from."""
+    """auto: resume if the launcher restarted this run, else start anew; latest: resume from this run's latest
+    checkpoint if there is one; or the path of a checkpoint to resume from."""
 
     def __post_init__(self) -> None:
         _require(self.interval >= 0, "checkpoint.interval", "0 or more", self.interval)
@@ -189,20 +192,20 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """The ranks that are started on this machine. Under torchrun the ranks are torchrun's."""
+    """The ranks to start on this machine. Under torchrun the ranks are torchrun's."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
     nodes: int | None = None
-    """Nodes to play; unset is 1 on a machine with several GPUs, else 2."""
+    """Nodes to simulate on this machine; unset is 1 on a machine with several GPUs, else 2."""
     ranks_per_node: int | None = None
-    """Ranks of each node; unset is one for each GPU with several GPUs, else 2."""
+    """Ranks per node; unset is one per GPU with several GPUs, else 2."""
     ranks_per_gpu: int | None = None
-    """Ranks that share one GPU; unset is as few as possible."""
+    """Ranks per GPU; unset is as few as possible."""
     timeout_seconds: int = 300
-    """A collective that waits longer than this fails instead of hanging."""
+    """Timeout of collectives in seconds."""
     max_restarts: int | None = None
-    """Times that all ranks are started again after a failure; unset is 3 with checkpoints, else 0."""
+    """Restarts of all ranks after failures; unset is 3 with checkpoints, else 0."""
 
     def __post_init__(self) -> None:
         restarts = self.max_restarts
@@ -216,25 +219,30 @@ class LaunchSettings:
 class TrainConfig:
     """Train a GPT on a text with mics.
 
-    Without a launcher this starts its own ranks: on a machine with several GPUs one for each, otherwise four
-    that play two nodes of two. Under torchrun (or anything like it) it runs as the rank it is.
+    Without a launcher this starts its own ranks: one per GPU on a machine with several GPUs, otherwise four
+    that simulate two nodes of two. Under torchrun (or anything like it) it runs as the rank it is.
     """
 
     config: Path | None = None
-    """YAML file with settings under the same names; flags given here win over the file."""
+    """YAML file with settings under the same names; command-line flags override it."""
     name: str = "demo"
-    """Name of the run. Its results replace those of an earlier run of the same name, unless it goes on from
+    """Name of the run. Its results replace those of an earlier run of the same name, unless it resumes from
     a checkpoint of it."""
     output_dir: Path = Path("runs")
     """Folder for the results: they go to <output-dir>/<name>."""
     steps: int = 120
     """Optimizer steps."""
-    micro_steps: int = 2
-    """Forwards and backwards before each optimizer step."""
+    micro_steps: int | None = None
+    """Gradient accumulation steps; unset is 2, or as many as the global batch needs."""
     batch_size: int = 4
-    """Sequences on each rank in each micro-step."""
+    """Sequences per rank and micro-step."""
+    global_batch: int | None = None
+    """Sequences per optimizer step, over all ranks, instead of micro_steps."""
+    global_batch_tokens: TokenCount | None = None
+    """Tokens per optimizer step, over all ranks (1M, 4e6, 4_000_000), instead of micro_steps: rounded to a
+    whole number of gradient accumulation steps."""
     seed: int = 0
-    """Seed of the weights, of the batches and of the sample."""
+    """Random seed of weights, batches and sample."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -244,14 +252,29 @@ class TrainConfig:
     launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_steps", "batch_size"):
+        for name in ("steps", "batch_size"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _require(
+            self.micro_steps is None or self.micro_steps >= 1, "micro_steps", "at least 1", self.micro_steps
+        )
+        if self.batch.given and self.micro_steps is not None:
+            raise SettingsError(
+                "micro_steps, global_batch: expected one of them, found both; leave micro_steps out, it "
+                "follows from the global batch"
+            )
         _require(self.seed >= 0, "seed", "0 or more", self.seed)
         _require(
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",
             "a plain folder name",
             self.name,
+        )
+
+    @property
+    def batch(self) -> AskedBatch:
+        """The global batch that was asked for, if one was."""
+        return AskedBatch(
+            sequences=self.global_batch, tokens=self.global_batch_tokens, setting="global_batch"
         )
 
     @property

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mics.errors import SettingsError
+from mics.train.config import TrainConfig
+from mics.utils.global_batch import AskedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +55,56 @@ class Dealing:
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
-    def going_on_from(self, before: "Dealing") -> "Dealing":
-        """The same sequences in every step as ``before``, on the ranks there are now.
+    @classmethod
+    def asked(cls, config: TrainConfig, *, num_ranks: int, before: "Dealing | None") -> "Dealing":
+        """What the settings ask for on so many ranks; ``before``: what the run resumes from."""
+        size, batch = config.batch_size, config.batch
+        if not batch.given:
+            dealing = cls(batch_size=size, micro_steps=config.micro_steps or 2, num_ranks=num_ranks)
+            return dealing if before is None else dealing.going_on_from(before)
+        seq_len = config.model.build().seq_len
+        if before is not None and before.rounds(batch, seq_len):
+            return before.over(num_ranks, most=size)
+        found = batch.fit(
+            seq_len=seq_len, multiple=size * num_ranks, because=f"batch_size {size} on {num_ranks} ranks"
+        )
+        dealing = cls(
+            batch_size=size, micro_steps=found.num_sequences // (size * num_ranks), num_ranks=num_ranks
+        )
+        return dealing if before is None else dealing.going_on_from(before)
 
-        Batches get no larger than this asks for, since they fit: fewer ranks take more micro-steps.
+    def rounds(self, batch: AskedBatch, seq_len: int) -> bool:
+        """Whether this is what a batch in tokens came to, on other ranks maybe."""
+        unit = self.batch_size * self.num_ranks * seq_len
+        return batch.tokens is not None and 2 * abs(self.num_sequences * seq_len - batch.tokens) <= unit
+
+    def over(self, num_ranks: int, *, most: int) -> "Dealing":
+        """The same sequences on so many ranks, in batches of at most so many."""
+        if self.num_sequences % num_ranks:
+            raise SettingsError(
+                f"expected a number of ranks that divides the {self.num_sequences} sequences per step "
+                f"({self.batch_size} x {self.micro_steps} on {self.num_ranks} ranks, in the checkpoint), "
+                f"found {num_ranks} ranks; start another number of them"
+            )
+        each = self.num_sequences // num_ranks
+        batch_size = max(size for size in range(1, most + 1) if each % size == 0)
+        return Dealing(batch_size=batch_size, micro_steps=each // batch_size, num_ranks=num_ranks)
+
+    def going_on_from(self, before: "Dealing") -> "Dealing":
+        """The same global batch as ``before``, on the ranks there are now.
+
+        Batches get no larger than this asks for, since they fit: fewer ranks take more accumulation steps.
         """
         if self.num_sequences == before.num_sequences:
             return self
         settings = {"batch_size": self.batch_size, "micro_steps": self.micro_steps}
         if settings != {"batch_size": before.batch_size, "micro_steps": before.micro_steps}:
             raise SettingsError(
-                f"batch_size, micro_steps: expected {before.num_sequences} sequences a step as in the "
+                f"batch_size, micro_steps: expected {before.num_sequences} sequences per step as in the "
                 f"checkpoint, found {self.batch_size} x {self.micro_steps} on {self.num_ranks} ranks = "
                 f"{self.num_sequences}; set batch_size and micro_steps so that they are as many"
             )
-        if before.num_sequences % self.num_ranks:
-            raise SettingsError(
-                f"expected a number of ranks that divides the {before.num_sequences} sequences of a step "
-                f"({before.batch_size} x {before.micro_steps} on {before.num_ranks} ranks, in the "
-                f"checkpoint), found {self.num_ranks} ranks; start another number of them"
-            )
-        each = before.num_sequences // self.num_ranks
-        batch_size = max(size for size in range(1, self.batch_size + 1) if each % size == 0)
-        return Dealing(batch_size=batch_size, micro_steps=each // batch_size, num_ranks=self.num_ranks)
+        return before.over(self.num_ranks, most=self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mics.train.metrics import Measurement
+from mics.utils.numbers import percent, tflops, volume, whole
 
 _SECONDS_BETWEEN_LINES = 5.0
-
-
-def format_nbytes(nbytes: float) -> str:
-    """Bytes with three digits and a decimal unit: 12345678 -> '12.3 MB'."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def format_measurement(measurement: Measurement, *, validation_loss: float | None) -> str:
@@ -27,13 +19,13 @@ def format_measurement(measurement: Measurement, *, validation_loss: float | Non
     if validation_loss is not None:
         parts.append(f"val {validation_loss:.3f}")
     parts.append(f"norm {measurement.grad_norm:.2f}")
-    parts.append(f"{measurement.tokens_per_second:,.0f} tok/s")
-    parts.append(f"{measurement.tflops:.3g} TFLOP/s")
+    parts.append(f"{whole(measurement.tokens_per_second)} tokens/s")
+    parts.append(f"{tflops(measurement.tflops)} TFLOP/s")
     if measurement.mfu is not None:
-        parts.append(f"MFU {measurement.mfu:.1%}")
+        parts.append(f"MFU {percent(measurement.mfu)}")
     parts.append(
-        f"moved {format_nbytes(measurement.partition_nbytes)} partition"
-        f" + {format_nbytes(measurement.replication_nbytes)} replication"
+        f"moved {volume(measurement.partition_nbytes)} partition"
+        f" + {volume(measurement.replication_nbytes)} replication"
     )
     return " | ".join(parts)
 

@@ -41,8 +41,7 @@ def run_rank(config: TrainConfig) -> int:
     with joined(config.launch) as me, _stopping(config, me) as stop:
         console = Console(quiet=me.rank != 0, highlight=False, soft_wrap=True)
         run, resumed = _prepare(config, me, console)
-        tokens_per_step = run.meter.tokens_per_step
-        console.print(describe_run(run.config, run.setup, tokens_per_step=tokens_per_step), markup=False)
+        console.print(describe_run(config, run.setup, run.dealing), markup=False)
         history, last_step = _train(run, resumed, console, stop)
         if last_step < config.steps:
             _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
@@ -70,6 +69,7 @@ class _Run:
 
     config: TrainConfig
     me: Rank
+    dealing: Dealing
     setup: Setup
     model: GPT
     optimizer: torch.optim.Optimizer
@@ -108,13 +108,18 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         tell=lambda text: console.print(text, markup=False),
     )
     resumed = checkpoints.resume()
-    dealing = Dealing(batch_size=config.batch_size, micro_steps=config.micro_steps, num_ranks=me.num_ranks)
-    if resumed.dealing is not None:
-        dealing = dealing.going_on_from(resumed.dealing)
+    dealing = Dealing.asked(config, num_ranks=me.num_ranks, before=resumed.dealing)
     checkpoints.dealing = dealing
     meter.tokens_per_step = dealing.num_sequences * shape.seq_len
     run = _Run(
-        config=replace(config, batch_size=dealing.batch_size, micro_steps=dealing.micro_steps),
+        config=replace(
+            config,
+            batch_size=dealing.batch_size,
+            micro_steps=dealing.micro_steps,
+            global_batch=None,
+            global_batch_tokens=None,
+        ),
+        dealing=dealing,
         me=me,
         setup=setup,
         model=model,

@@ -32,9 +32,9 @@ class Measurement:
     mfu: float | None
     """Share of the GPU's bf16 peak; None where the peak is not known."""
     partition_nbytes: int
-    """Bytes this rank sent a step inside its partition group."""
+    """Bytes this rank sent per step inside its partition group."""
     replication_nbytes: int
-    """Bytes this rank sent a step across its replication group."""
+    """Bytes this rank sent per step across its replication group."""
     memory_nbytes: int
     """GPU: peak of tensors. CPU: what the process holds."""
     seconds: float
@@ -55,7 +55,7 @@ class ByteCounter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Speedometer:
-    """Turns tokens a second into TFLOP/s and, where the peak is known, into MFU."""
+    """Turns tokens per second into TFLOP/s and, where the peak is known, into MFU."""
 
     flops_per_token: int
     num_devices: int

@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from mics.train.display import format_nbytes
 from mics.train.metrics import Measurement
+from mics.utils.numbers import GIB, volume
 from mics.utils.picture_style import BLUE, GREEN, ORANGE, STYLE
 
 
@@ -58,7 +58,7 @@ def _draw_loss(
 
 def _draw_memory(axes: Axes, measurements: Sequence[Measurement], *, on_gpu: bool) -> None:
     steps = [measurement.step for measurement in measurements]
-    scale = 1e9 if max(measurement.memory_nbytes for measurement in measurements) >= 1e9 else 1e6
+    scale = GIB if max(measurement.memory_nbytes for measurement in measurements) >= GIB else 2**20
     memory = [measurement.memory_nbytes / scale for measurement in measurements]
     axes.fill_between(steps, memory, color=GREEN, alpha=0.25, linewidth=0)
     axes.plot(steps, memory, color=GREEN, linewidth=2)
@@ -67,7 +67,7 @@ def _draw_memory(axes: Axes, measurements: Sequence[Measurement], *, on_gpu: boo
         "Memory of rank 0: peak of its tensors" if on_gpu else "Memory of rank 0: the whole process"
     )
     axes.set_xlabel("step")
-    axes.set_ylabel("GB" if scale == 1e9 else "MB")
+    axes.set_ylabel("GiB" if scale == GIB else "MiB")
 
 
 def _draw_bytes(axes: Axes, measurements: Sequence[Measurement]) -> None:
@@ -80,11 +80,11 @@ def _draw_bytes(axes: Axes, measurements: Sequence[Measurement]) -> None:
     means = [sum(values) / len(values) for _, _, values in bars]
     axes.barh([name for name, _, _ in bars], means, color=[color for _, color, _ in bars], height=0.55)
     for position, mean in enumerate(means):
-        axes.annotate(format_nbytes(mean), (mean, position), (6, 0), textcoords="offset points", va="center")
+        axes.annotate(volume(mean), (mean, position), (6, 0), textcoords="offset points", va="center")
     axes.set_xlim(0, max(*means, 1.0) * 1.3)
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title("Bytes rank 0 sends in a step")
+    axes.set_title("Bytes that rank 0 sends per step")

@@ -19,6 +19,7 @@ from mics.train.config import TrainConfig
 from mics.train.metrics import Measurement
 from mics.train.ranks import Rank
 from mics.train.setup import Setup, describe_title
+from mics.utils.numbers import duration, plural
 
 
 @dataclass(kw_only=True)
@@ -144,7 +145,8 @@ def show_results(console: Console, history: History, *, sample: str, paths: Resu
     first, last = history.measurements[0], history.measurements[-1]
     console.print(
         f"\nloss {first.loss:.3f} -> [bold]{last.loss:.3f}[/bold], validation "
-        f"[bold]{history.last_validation_loss:.3f}[/bold], after {last.step} steps in {last.seconds:.0f} s"
+        f"[bold]{history.last_validation_loss:.3f}[/bold], after {plural(last.step, 'step')} "
+        f"in {duration(last.seconds)}"
     )
     if sample:
         console.print("\nThe model writes:")

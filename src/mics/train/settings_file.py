@@ -7,12 +7,13 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import tyro
 import yaml
 
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
+from mics.utils.command_line import parse
 from mics.utils.deprecation import new_setting
+from mics.utils.numbers import TokenCount, parse_count
 
 Settings = TypeVar("Settings")
 
@@ -21,7 +22,7 @@ def parse_train_config(args: Sequence[str], *, prog: str = "mics train") -> Trai
     """The settings of one run. Prints help or a usage error and exits as command lines do."""
     file = _config_flag(args)
     defaults = TrainConfig() if file is None else load_settings(TrainConfig, file)
-    return tyro.cli(TrainConfig, prog=prog, args=list(args), default=defaults)
+    return parse(TrainConfig, args, prog=prog, default=defaults)
 
 
 def load_settings(cls: type[Settings], file: Path) -> Settings:
@@ -78,6 +79,8 @@ def _convert(expected: Any, value: object, key: str) -> object:
         )
     if expected is Path and isinstance(value, str):
         return Path(value)
+    if expected is TokenCount:
+        return TokenCount(parse_count(str(value), setting=key))
     if expected is float:
         try:
             # A string too: YAML reads 3e-4 as text, since it wants 3.0e-4 for a number.
@@ -99,4 +102,4 @@ def _config_flag(args: Sequence[str]) -> Path | None:
             found = arg.removeprefix("--config=")
         elif arg == "--config" and position + 1 < len(args):
             found = args[position + 1]
-    return None if found in (None, "None") else Path(found)
+    return None if found in (None, "None", "unset") else Path(found)

@@ -10,6 +10,9 @@ from torch import nn
 import mics
 from mics.engine import engine_of
 from mics.train.config import TrainConfig
+from mics.train.data import Dealing
+from mics.utils.global_batch import GlobalBatch
+from mics.utils.numbers import count, plural
 
 _FORMATS: Final = {
     torch.bfloat16: "bf16",
@@ -77,24 +80,31 @@ class Setup:
         }
 
 
-def describe_run(config: TrainConfig, setup: Setup, *, tokens_per_step: int) -> str:
+def describe_run(config: TrainConfig, setup: Setup, dealing: Dealing) -> str:
     """One paragraph that says what runs where."""
     device = "CPU"
     if setup.on_gpu:
         uneven = "up to " if setup.num_ranks % setup.ranks_on_gpu else ""
         shared = f", {uneven}{setup.ranks_on_gpu} ranks on each" if setup.ranks_on_gpu > 1 else ""
         device = setup.device + shared
+    batch = GlobalBatch(
+        num_sequences=dealing.num_sequences,
+        seq_len=config.model.build().seq_len,
+        asked_tokens=config.global_batch_tokens,
+    )
     return (
-        f"mics {mics.__version__}: {config.model.name}, {setup.num_parameters / 1e6:,.3g} M parameters, "
-        f"{setup.precision}, {tokens_per_step:,} tokens a step\n"
-        f"{_count(setup.num_ranks, 'rank')} = {_nodes(setup)} ({device}), "
-        f"partition groups of {setup.partition_size}, replication groups of {setup.num_replicas}"
+        f"mics {mics.__version__}: {config.model.name}, {count(setup.num_parameters)} parameters, "
+        f"{setup.precision}\n"
+        f"{plural(setup.num_ranks, 'rank')} = {_nodes(setup)} ({device}), "
+        f"partition groups of {setup.partition_size}, replication groups of {setup.num_replicas}\n"
+        f"{batch}: {plural(dealing.batch_size, 'sequence')} per rank and micro-step, "
+        f"{plural(dealing.micro_steps, 'gradient accumulation step')}"
     )
 
 
 def describe_title(config: TrainConfig, setup: Setup) -> str:
     return (
-        f"{config.name}: {config.model.name} on {_count(setup.num_ranks, 'rank')} ({_nodes(setup)}), "
+        f"{config.name}: {config.model.name} on {plural(setup.num_ranks, 'rank')} ({_nodes(setup)}), "
         f"partition groups of {setup.partition_size}"
     )
 
@@ -104,8 +114,4 @@ def _nodes(setup: Setup) -> str:
     sizes = setup.node_sizes
     if len(set(sizes)) > 1:
         return "nodes of " + " + ".join(str(size) for size in sizes)
-    return f"{_count(len(sizes), 'node')} x {sizes[0]}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    return f"{plural(len(sizes), 'node')} x {sizes[0]}"

@@ -1,0 +1,81 @@
+"""Settings classes as command lines: what may be left out shows its type, and counts are read as written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args
+
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
+
+from mics.errors import SettingsError
+from mics.utils.numbers import TokenCount, parse_count
+
+_Spec = PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None
+_Settings = TypeVar("_Settings")
+_UNSET = ("None", "unset")
+
+
+def parse(
+    settings: type[_Settings], args: Sequence[str], *, prog: str, default: _Settings | None = None
+) -> _Settings:
+    """The settings of one call. Prints help or a usage error and exits as command lines do."""
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_optional)
+    registry.primitive_rule(_token_count)
+    with registry:
+        if default is None:
+            return tyro.cli(settings, prog=prog, args=list(args))
+        return tyro.cli(settings, prog=prog, args=list(args), default=default)
+
+
+def _optional(info: PrimitiveTypeInfo) -> _Spec:
+    """``INT`` instead of ``{None}|INT``, with the default shown as unset. None can still be given."""
+    options = get_args(info.type)
+    if info.type_origin not in (Union, UnionType) or NoneType not in options or len(options) != 2:
+        return None
+    (inner,) = (option for option in options if option is not NoneType)
+    found = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner, info.markers))
+    if not isinstance(found, PrimitiveConstructorSpec) or found.nargs != 1:
+        return None
+    spec: PrimitiveConstructorSpec[Any] = found
+
+    def read(words: list[str]) -> Any:
+        if words[0] in _UNSET:
+            return None
+        if spec.choices is not None and words[0] not in spec.choices:
+            raise ValueError(f"expected one of {', '.join(spec.choices)}, found {words[0]!r}")
+        return spec.instance_from_str(words)
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=spec.metavar,
+        instance_from_str=read,
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["unset"] if value is None else spec.str_from_instance(value),
+    )
+
+
+def _token_count(info: PrimitiveTypeInfo) -> _Spec:
+    if info.type is not TokenCount:
+        return None
+
+    def read(words: list[str]) -> TokenCount:
+        try:
+            return TokenCount(parse_count(words[0], setting="tokens"))
+        except SettingsError as error:
+            raise ValueError(str(error).removeprefix("tokens: ")) from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TOKENS",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(int(value))],
+    )
