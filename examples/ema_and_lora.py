@@ -1,7 +1,7 @@
 """LoRA adapters on a frozen causal LM, with an exponential moving average of the adapters for evaluation.
 
---model takes a name on the Hub or a folder with a tokenizer; without it the frozen model is a
-random one, and the text is read as bytes.
+--model takes a name on the Hub or a folder, of a model with nn.Linear layers (Llama, Qwen, Mistral, ...; not
+GPT-2). Without it the frozen model is a random one, and the text is read as bytes.
 """
 
 import argparse
