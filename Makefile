@@ -13,7 +13,7 @@ READY := $(ENV_DIR)/.mics-ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint package format clean
+.PHONY: help env demo test test-all docs lint package format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -46,6 +46,10 @@ package: $(READY)  ## build sdist and wheel, install the wheel into a fresh envi
 format: $(READY)  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: $(READY)  ## build the site in build/site
+	@$(BIN)/python -m pip install --disable-pip-version-check -qq ".[docs]"
+	@$(BIN)/mkdocs build
 
 clean:  ## remove caches and runs, keep the environment
 	@rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

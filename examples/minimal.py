@@ -1,5 +1,3 @@
-"""A whole training script. Start it with torchrun, kill it, and start it again on other ranks."""
-
 from pathlib import Path
 
 import torch
@@ -9,11 +7,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import mics
 
+# Start with torchrun, kill it, and start it again on another number of ranks.
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group()  # NCCL for tensors on a GPU, gloo for those on the CPU
 if device == "cuda":
     torch.cuda.set_device(dist.get_node_local_rank())
-
 torch.manual_seed(0)  # the same data and the same initial weights on every rank
 dataset = [(x, x.sin()) for x in torch.randn(512, 16)]
 model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
@@ -21,8 +19,6 @@ mics.shard(model.to(device))  # or partition_size=8: one copy of the parameters 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # built after sharding
 sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=128 // dist.get_world_size(), sampler=sampler)  # per step: 128
-
-# Continue from a checkpoint that any number of ranks saved.
 first = mics.load("checkpoints", model, optimizer)["epoch"] if Path("checkpoints/latest").exists() else 0
 for epoch in range(first, 10):
     sampler.set_epoch(epoch)

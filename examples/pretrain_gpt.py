@@ -90,8 +90,8 @@ def schedule(step: int) -> float:
 
 torch.manual_seed(0)
 model = GPT(50304 if is_tokens else 256, args.width)
-precision = mics.Precision(param=torch.bfloat16 if device == "cuda" else torch.float32)  # masters stay fp32
-mics.shard(model, precision=precision)
+dtype = torch.bfloat16 if device == "cuda" else torch.float32  # masters stay fp32
+mics.shard(model, precision=mics.Precision(param_dtype=dtype))
 decay, rest = ([p for p in model.parameters() if (p.dim() >= 2) == is_matrix] for is_matrix in (True, False))
 groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device == "cuda")

@@ -42,7 +42,7 @@ def test_help_and_version_load_nothing(flag: str) -> None:
     assert {"mics", "mics.cli"} <= found
     assert not {"torch", "numpy", "rich", "tyro", "yaml", "matplotlib"} & found
     ours = {name.removeprefix("mics.") for name in found if name.startswith("mics.")}
-    assert ours == {"cli", "errors", "utils", "utils.emulated_backend", "utils.extras"}
+    assert ours == {"cli", "errors", "utils", "utils.deprecation", "utils.emulated_backend", "utils.extras"}
 
 
 _MODULES = {

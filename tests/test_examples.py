@@ -65,8 +65,11 @@ def test_examples_are_short() -> None:
     """At most 120 lines each, and 30 lines of code in the one that the README shows."""
     for file in EXAMPLES.rglob("*.py"):
         assert len(file.read_text().splitlines()) <= 120, file
-    text = (EXAMPLES / "minimal.py").read_text().split('"""')[2]
+    text = (EXAMPLES / "minimal.py").read_text()
     assert sum(bool(line.split("#")[0].strip()) for line in text.splitlines()) <= 30
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert f"```python\n{text}```" in readme, "the README shows another script"
+    assert len(readme.splitlines()) <= 110 and max(map(len, readme.splitlines())) <= 110
 
 
 # -- minimal.py -----------------------------------------------------------------------------------------
