@@ -1,4 +1,4 @@
-"""Units that are computed again, and activations that go to host memory: the same bits as without."""
+"""Units that are recomputed, and activations that go to host memory: the same bits as without."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _traffic(policy: mics.Activations) -> dict[str, Any]:
 
 
 def test_a_steady_step_reuses_its_buffers() -> None:
-    """What the first step took serves all others, and everything is given back."""
+    """What the first step took serves all others, and everything is freed."""
     found = _traffic(mics.Activations(offload=True))
     assert len(set(found["allocations"])) == 1
     assert found["free"] == found["allocations"][-1] > 0
@@ -284,7 +284,7 @@ def test_how_much_to_offload_implies_offload() -> None:
 
 
 def test_a_callable_chooses() -> None:
-    """Whose forward is computed again: twice as many calls of its submodules."""
+    """Whose forward is recomputed: twice as many calls of its submodules."""
     torch.manual_seed(0)
     stack = Stack(3)
     chosen = stack.blocks[1]

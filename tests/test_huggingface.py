@@ -189,7 +189,7 @@ def test_activations_are_recomputed_and_moved(build: Any) -> None:
     for plain, recomputed, moved, all_moved in run_ranks(2, _with_activations, build):
         assert plain[0] == all_moved[0]
         assert recomputed[0] == moved[0]
-        # What is computed again goes without a cache, which moves keys and values: T5 rounds differently.
+        # What is recomputed goes without a cache, which moves keys and values: T5 rounds differently.
         assert recomputed[0] == (pytest.approx(plain[0], rel=1e-4) if build is _t5 else plain[0])
         assert 0 == plain[1] == recomputed[1] < moved[1] < all_moved[1]
 
@@ -212,7 +212,7 @@ def _masked_losses(policy: mics.Activations | None) -> list[float]:
 
 
 def test_a_cache_among_the_positional_arguments() -> None:
-    """GPT-2 passes it so; what is computed again must not write into it twice. The user is told once."""
+    """GPT-2 passes it so; what is recomputed must not write into it twice. The user is told once."""
     _warn_about_cache.cache_clear()
     with pytest.warns(UserWarning, match="stays empty in training") as warned:
         found = _masked_losses(mics.Activations())

@@ -232,7 +232,7 @@ def _nested_arena(prefetch: int, activations: mics.Activations | None) -> tuple[
     activations=[None, mics.Activations(), mics.Activations(checkpoint=Nested)],
 )
 def test_gathered_units_inside_others(prefetch: int, activations: mics.Activations | None) -> None:
-    """The outer one is there as long as they are; what is computed again is gathered for that, too."""
+    """The outer one is there as long as they are; what is recomputed is gathered for that, too."""
     for predicted, measured in run_ranks(2, _nested_arena, prefetch, activations):
         assert predicted == pytest.approx(measured, rel=0.02)
 

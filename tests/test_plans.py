@@ -108,7 +108,7 @@ def test_the_depth_may_change_once_it_is_known() -> None:
     limit=st.integers(0, 300),
 )
 def test_every_unit_is_sent_for_before_it_is_needed(order: list[int], depth: int, limit: int) -> None:
-    """And what is sent for at a position comes after it in the order."""
+    """And what is prefetched at a position comes after it in the order."""
     sizes = {unit: 10 + 60 * unit for unit in range(6)}
     plan = make_plan(
         order, sizes=sizes, prefetch=Prefetch(units=depth), batching=Batching(nbytes=limit, tiny_nbytes=-1)

@@ -72,7 +72,7 @@ def shard(
             the GPU lets units stay gathered in memory that is left (``Prefetch.stay_nbytes``). Gradients are
             reduced and new parameters spread beside the computation too, unless it is 0: then everything
             runs where it is issued.
-        activations: which units are computed again in the backward, and what of their activations goes to
+        activations: which units are recomputed in the backward, and what of their activations goes to
             host memory meanwhile; None leaves the model as it is.
         low_memory: hold as little memory as possible, for a small cost in time. Gradients and the buffers
             they are reduced in have memory from the first backward to the next forward that finds all of

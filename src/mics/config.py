@@ -264,7 +264,7 @@ def _account_of(settings: Settings) -> str:
         return "kept"
     units = hashlib.sha256(str(settings.recomputed).encode()).hexdigest()[:8]
     return (
-        f"{sum(settings.recomputed)} of {len(settings.blocks)} units computed again ({units}), "
+        f"{sum(settings.recomputed)} of {len(settings.blocks)} units recomputed ({units}), "
         f"offload={policy.offload}, offload_fraction={policy.offload_fraction}, "
         f"offload_bytes={policy.offload_bytes}, offload_uncheckpointed={policy.offload_uncheckpointed}, "
         f"keep_last={policy.keep_last}"

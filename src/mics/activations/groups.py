@@ -61,7 +61,7 @@ class Group:
     part_of: Pass
     sizes: GroupBytes = field(default_factory=GroupBytes)
     members: list[ref[Saved]] = field(default_factory=list)
-    is_wanted: bool = False  # the backward has come to it, or it was sent for
+    is_wanted: bool = False  # the backward has come to it, or it was prefetched
     is_reached: bool = False
 
 

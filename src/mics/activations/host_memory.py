@@ -23,7 +23,7 @@ _FILES_BEFORE: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total
 
 
 class HostPool:
-    """Host buffers, taken and given back. A steady step allocates none.
+    """Host buffers, taken and freed. A steady step allocates none.
 
     There are never more buffers than were in use at once, and none is larger than what was asked for: sizes
     that change from step to step do not pile up.
@@ -34,7 +34,7 @@ class HostPool:
         self._user = user  # whose buffers they are, and what can be done without them: for errors
         self._remedy = remedy
         self._num_sharing = num_sharing
-        self._share: float | None = None  # of the node's memory; None: not looked at since all was given back
+        self._share: float | None = None  # of the node's memory; None: not looked at since all was freed
         self._free: list[Tensor] = []  # by size, the smallest first
         self.nbytes = 0
         self.used_nbytes = 0  # of buffers that somebody has
@@ -76,7 +76,7 @@ class HostPool:
             return True
         if self._share is None:
             # The ranks of a node go in step: each has what this one has, and its part of what is left. Not
-            # looked at again until all is given back: by then this one may be ahead of the others.
+            # looked at again until all is freed: by then this one may be ahead of the others.
             self._share = self.nbytes + (available - _MARGIN_NBYTES) / self._num_sharing
         return nbytes <= self._share and nbytes - self.nbytes + _MARGIN_NBYTES <= available
 
@@ -124,7 +124,7 @@ class HostPool:
 
 def _unpin(buffers: Collection[Tensor]) -> None:
     if buffers:
-        torch.cuda.synchronize()  # the GPU may be behind, and still copy what was given back here long ago
+        torch.cuda.synchronize()  # the GPU may be behind, and still copy what was freed here long ago
     for buffer in buffers:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 

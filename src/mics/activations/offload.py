@@ -48,7 +48,7 @@ class Budget:
 
     fraction: float | None  # of the units; None: all of them,
     limit: float  # up to so many bytes a forward
-    keep_last: int | None  # groups that stay; None: as many as are sent for ahead
+    keep_last: int | None  # groups that stay; None: as many as are prefetched
 
     def num_leaving(self, num_groups: int, *, horizon: int) -> float:
         """Groups of a forward that leave, the first ones: they wait longest."""
@@ -82,7 +82,7 @@ class Offloader:
 
     @property
     def horizon(self) -> int:
-        """Groups that are sent for ahead."""
+        """Groups that are prefetched."""
         return self.plans.prefetch.units
 
     @property
@@ -263,7 +263,7 @@ class Offloader:
         return saved.seen_as(packed.view)
 
     def _reach(self, group: Group) -> None:
-        """The backward has come to ``group``: send for it as a whole, and for what will follow."""
+        """The backward has come to ``group``: fetch it as a whole, and prefetch what follows."""
         group.is_reached = group.part_of.is_reached = True
         self._leaving = []  # what has not left yet is needed soon
         self._transfers.reach()

@@ -1,4 +1,4 @@
-"""Which units are computed again in the backward, and what of their activations goes to host memory."""
+"""Which units are recomputed in the backward, and what of their activations goes to host memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Activations:
     many-th. ``offload``: what checkpoints save goes to host memory. ``offload_fraction``: only that of this
     fraction of the units, the first ones. ``offload_bytes``: only so many bytes at a time. Either of the two
     implies ``offload``.
-    ``offload_uncheckpointed``: so does whatever else units save that are not computed again; "auto" where
+    ``offload_uncheckpointed``: so does whatever else units save that are not recomputed; "auto" where
     none is. ``keep_last``: units whose activations stay on the device because backward needs them at once.
-    ``preserve_rng_state`` computes again with the random numbers of the first time (dropout), and
-    ``check_determinism`` compares shapes and formats of what is computed again with those of then.
+    ``preserve_rng_state`` recomputes with the random numbers of the first time (dropout), and
+    ``check_determinism`` compares shapes and formats of what is recomputed with those of then.
     """
 
     checkpoint: Literal["unit", "none"] | type[nn.Module] | Callable[[nn.Module], bool] = "unit"
@@ -120,7 +120,7 @@ class Activations:
         return self.offload_fraction, float("inf") if nbytes is None else float(nbytes)
 
     def takes(self, number: int, module: nn.Module) -> bool:
-        """Whether the unit with this number is computed again."""
+        """Whether the unit with this number is recomputed."""
         if self.checkpoint == "unit":
             return number % self.every == 0
         if isinstance(self.checkpoint, type):  # also inside what torch.compile put around it
@@ -128,7 +128,7 @@ class Activations:
         return callable(self.checkpoint) and bool(self.checkpoint(module))
 
     def taken(self, modules: Sequence[nn.Module]) -> tuple[bool, ...]:
-        """Which units are computed again. Asked once: a callable may have its own ideas the second time."""
+        """Which units are recomputed. Asked once: a callable may have its own ideas the second time."""
         found = tuple(self.takes(number, module) for number, module in enumerate(modules))
         asks = self.checkpoint != "none" or self.offload
         if asks and not any(recomputes or self.moves(recomputes=recomputes) for recomputes in found):
@@ -329,7 +329,7 @@ def _is_cache(value: object) -> bool:
 def _without_cache(module: nn.Module, forward: Forward, *, recomputes: bool) -> Forward:
     """Computing again would write into a cache again. Training reads none, unless it began filled.
 
-    Units that are not computed again get none either: the others would take it for one that began filled.
+    Units that are not recomputed get none either: the others would take it for one that began filled.
     """
     module_forward = module.forward
 
@@ -342,7 +342,7 @@ def _without_cache(module: nn.Module, forward: Forward, *, recomputes: bool) -> 
         length = max(cache.get_seq_length() for cache in caches)
         if length > 0 and recomputes:
             raise MicsError(
-                "a cache of keys and values: expected it to be empty in a unit that is computed again in its "
+                "a cache of keys and values: expected it to be empty in a unit that is recomputed in its "
                 f"backward, found {length} tokens; train without it, or leave the unit out "
                 "(Activations.checkpoint)"
             )

@@ -56,7 +56,7 @@ class Transfers:
             self._clock.reach(self.device)
 
     def horizon(self) -> int | None:
-        """Groups to send for ahead, told once, when enough has been seen. Asked as a forward begins."""
+        """Groups to prefetch, told once, when enough has been seen. Asked as a forward begins."""
         if self._clock is None or not self._clock.is_read():
             return None
         found, self._clock = self._clock.horizon(), None
@@ -102,7 +102,7 @@ class TransferClock:
         return self._num_read >= _NUM_MEASURED and all(event.query() for event in pending)
 
     def horizon(self) -> int:
-        """Groups to send for ahead, so that each is back when the backward comes to it."""
+        """Groups to prefetch, so that each is back when the backward comes to it."""
         transfers = iter(self._transfers)
         deepest = 1
         pairs = zip(self._reached, self._reached[1:], self._by_group, strict=False)

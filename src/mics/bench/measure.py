@@ -51,7 +51,7 @@ def _measure(
 ) -> Outcome:
     job = run.job
     on_gpu = device.type == "cuda"
-    # What the system before has not given back is not this one's.
+    # What the system before has not freed is not this one's.
     kept = torch.cuda.memory_allocated() if on_gpu else 0
     kept_reserved = torch.cuda.memory_reserved() if on_gpu else 0
     trainer = system.build(job)

@@ -136,7 +136,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 def _count_of_flops(model: GPTConfig) -> str:
     ratio = model.six_n_flops_per_token / model.flops_per_token
     return (
-        "TFLOP/s count what is multiplied: no lookups, nothing that is computed again. "
+        "TFLOP/s count what is multiplied: no lookups, nothing that is recomputed. "
         f"By 6 N and attention, N being all parameters, they would be {ratio:.3f} times as many."
     )
 

@@ -149,7 +149,7 @@ class _ThreadTicket:
             self._error = broken
         except BaseException as error:
             self._error = error
-        self._action, self._after = None, ()  # let go of the tensors
+        self._action, self._after = None, ()  # free the tensors
         self._over.set()
         return self._error
 

@@ -90,7 +90,7 @@ def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, low_m
 
 
 def horizon_for(transfer: float, compute: float) -> int:
-    """Units whose activations are sent for ahead, when to bring one unit's back takes ``transfer``.
+    """Units whose activations are prefetched, when to bring one unit's back takes ``transfer``.
 
     ``compute`` is the time of one unit's backward, in the same measure.
     """

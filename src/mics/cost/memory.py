@@ -68,7 +68,7 @@ class Nest:
     units: tuple[int, ...]
     inside: tuple[Nest, ...] = ()
     again: bool = False
-    """All of it is computed again in the backward."""
+    """All of it is recomputed in the backward."""
 
     def nbytes(self, sizes: Sequence[int]) -> int:
         """The most at once."""
@@ -147,7 +147,7 @@ def _way_back(nests: Sequence[Nest], unread: Collection[int]) -> Iterator[_Visit
     for nest in reversed(nests):
         read = [unit for unit in nest.units if unit not in unread]
         yield from (_Visit(unit, begins=True) for unit in read)
-        if nest.again:  # what is computed again stays until its own backward
+        if nest.again:  # what is recomputed stays until its own backward
             inner = [unit for each in nest.inside for unit in each.all_units()]
             yield from (_Visit(unit, begins=True) for unit in inner)
             yield from (_Visit(unit, begins=False) for unit in reversed(inner))
@@ -283,10 +283,10 @@ def memory_terms(
         "activations": saved.blocks + saved.outside,
         "logits or workspace": float(largest * param),
     }
-    # At its widest part: what the block saves if that is computed again, the gradients of that part (half of
+    # At its widest part: what the block saves if that is recomputed, the gradients of that part (half of
     # what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
     in_block = between | {"logits or workspace": again + saved.in_block / 4 + largest * param / 3}
-    # What has been computed again, and the gradients of the block before until they are laid out.
+    # What has been recomputed, and the gradients of the block before until they are laid out.
     again_done = between | {"logits or workspace": again + largest * param}
     at_loss = between | {
         "activations": saved.blocks_at_loss + saved.outside,

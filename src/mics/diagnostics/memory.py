@@ -123,7 +123,7 @@ def _sharded_terms(engine: Engine) -> Iterator[MemoryTerm]:
     size, replicas = engine.topology.partition_size, engine.topology.num_replicas
     over = size * (replicas if any(unit.share.masters_over_replicas for unit in units) else 1)
     stored = [unit for unit in units if not unit.spec.casts_masters]
-    cleared = ", lent while cleared" if engine.hops.lends_memory else ""
+    cleared = ", freed while cleared" if engine.hops.lends_memory else ""
     yield _on_device(
         "parameters",
         _share(size) if stored else "gathers cast the masters",
@@ -193,7 +193,7 @@ def _activation_terms(applied: Applied | None) -> Iterator[MemoryTerm]:
     if applied is not None and applied.inputs is not None:
         yield _on_device(
             "saved activations",
-            "inputs of units that are computed again",
+            "inputs of units that are recomputed",
             applied.inputs.expected_nbytes(),
             applied.inputs.held_nbytes(),
         )

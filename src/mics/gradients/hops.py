@@ -171,7 +171,7 @@ class Hops:
     def _begin_forward(self, event: Event) -> None:
         """Have the memory of all gradients before training fills the device's memory with other things.
 
-        Or lend it to the forward, whose logits and activations are gone when the first gradients come.
+        Or leave it to the forward, whose logits and activations are gone when the first gradients come.
         """
         if self.lends_memory:
             self._lend_memory()

@@ -97,7 +97,7 @@ class ShownGradients:
         return list(assigned)
 
     def forget(self) -> None:
-        """The memory of gradients is lent, all of which were cleared."""
+        """The memory of gradients is freed, all of which were cleared."""
         guards, self._guards = self._guards, {}
         for index, gradients in self._gradients.items():
             if gradients.state is GradState.PARTIAL and gradients.unit.groups.replication.size > 1:

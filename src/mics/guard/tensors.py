@@ -228,7 +228,7 @@ class ShardParameter(ShardTensor, nn.Parameter):
 class ShardGrad(ShardTensor):
     """This rank's piece of a parameter's gradient. Whoever uses it gets hop 2 first."""
 
-    is_lost: bool = False  # its memory was lent while it had had hop 1 alone
+    is_lost: bool = False  # its memory was freed while it had had hop 1 alone
 
     @staticmethod
     def of(gradient: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardGrad:

@@ -30,11 +30,11 @@ class Recorded:
 
     events: Sequence[Change]
     sent_at: Sequence[int]
-    """For each gather the number of the gather at which it is sent for; -1: before the first."""
+    """For each gather the number of the gather at which it is prefetched; -1: before the first."""
     staying: Collection[int]
     """Units that may be in use, or wait for their next use, beside any other."""
     first: Collection[int]
-    """Units that the next micro-step needs first: sent for, or kept, while this one's last is at work."""
+    """Units that the next micro-step needs first: prefetched, or kept, while this one's last is at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def _place(
 
 
 def _lifetimes(recorded: Recorded) -> dict[int, list[tuple[int, int]]]:
-    """When each unit is in memory, in positions of the events: from when it is sent for until its release."""
+    """When each unit is in memory, in positions of the events: from its prefetch to its release."""
     events, sent_at = recorded.events, recorded.sent_at
     needed_at = [position for position, event in enumerate(events) if event.needed]
     found: dict[int, list[tuple[int, int]]] = {}

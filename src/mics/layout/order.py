@@ -1,12 +1,12 @@
 """Recorded orders of gathers: what to prefetch at each position, what to keep, and which units stay gathered.
 
 The first micro-step records in which order units are needed. Later ones replay it: at every position the plan
-says what follows, so that it can be sent for ahead of time. A plan is what happens between two beginnings of
+says what follows, so that it can be prefetched. A plan is what happens between two beginnings of
 the model's forward: a whole micro-step, or an evaluation. Several are kept. Where the order leaves the plan,
 another one that began the same way takes over; if there is none, units are gathered when they are needed and
 the new order is recorded.
 
-Small units that follow each other are sent for together: a collective of few bytes is all latency.
+Small units that follow each other are prefetched together: a collective of few bytes is all latency.
 
 Everything here follows from the order of the calls alone, so all ranks decide alike.
 """
@@ -34,7 +34,7 @@ class Prefetch:
     it is needed.
 
     ``stay_nbytes``: units of up to so many bytes altogether stay gathered from their first use in a step to
-    their last, if micro-steps are announced; otherwise from each forward to its backward. That spares gathers
+    their last, if the last one is known; otherwise from each forward to its backward. That spares gathers
     where the network is busier than the GPU, and takes the memory. Units that are needed twice a micro-step
     come first. Models in low memory and ``units=0`` have no memory for it: there it changes nothing.
     """
@@ -73,11 +73,11 @@ NO_BATCHING = Batching(tiny_nbytes=-1)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One recorded order, and what to send for at each of its positions."""
+    """One recorded order, and what to prefetch at each of its positions."""
 
     order: tuple[int, ...]
     first: tuple[Batch, ...]
-    """To be sent for before the forward begins."""
+    """To prefetch before the forward begins."""
     ahead: tuple[tuple[Batch, ...], ...]
     """By position: what to have on its way once the unit there is needed."""
     kept: tuple[frozenset[int], ...]
@@ -96,7 +96,7 @@ class Plan:
         return frozenset(unit for batch in self.first for unit in batch)
 
     def sent_at(self) -> list[int]:
-        """For each position the one at which its unit is sent for; -1: before the first."""
+        """For each position the one at which its unit is prefetched; -1: before the first."""
         found: list[int] = []
         sent: dict[int, int] = {unit: -1 for batch in self.first for unit in batch}
         for position, unit in enumerate(self.order):
@@ -123,7 +123,7 @@ def make_plan(
 
     ``chosen`` are units that stay in other orders: they stay in this one, too.
 
-    ``turn`` is where the backward begins: before it nothing is sent for that comes after it, and nothing kept
+    ``turn`` is where the backward begins: what comes after it is not prefetched before it, and nothing kept
     but what it begins with, so that little is gathered while the loss is computed. None: look past it.
     """
     forward = batches_of(order[:turn], sizes, batching)
@@ -246,7 +246,7 @@ class Plans:
         return done
 
     def look_ahead(self, prefetch: Prefetch) -> None:
-        """Change how far ahead units are sent for, from the next forward on."""
+        """Change how far ahead units are prefetched, from the next forward on."""
         self.is_final = True
         if prefetch == self.prefetch:
             return

@@ -45,7 +45,7 @@ class HostCopies:
         return [self._away[block - 2]] if block - 2 in self._away else []  # its memory is given up by now
 
     def backward(self, index: int, before: Task | None) -> list[Task]:
-        """The same for the backward of unit ``index``; what comes after it is sent for."""
+        """The same for the backward of unit ``index``; what comes after it is prefetched."""
         block = self._last.get(index)
         if block is None:
             return []

@@ -99,7 +99,7 @@ class Found:
 def candidates(request: Request, partition_size: int) -> Iterator[Setting]:
     """For each policy for activations the largest micro-batches that fit.
 
-    What costs more (computing again, finer units, fewer ahead) only where it makes room for more rows.
+    What costs more (recomputation, finer units, fewer ahead) only where it makes room for more rows.
     """
     rows = request.global_batch // request.cluster.world_size
     cluster = replace(request.cluster, memory_nbytes=request.memory_nbytes or request.cluster.memory_nbytes)

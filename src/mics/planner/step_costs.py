@@ -27,7 +27,7 @@ class StepCosts:
         return self._forwards[key]
 
     def backward_seconds(self, unit: UnitShape) -> float:
-        """Twice the forward, and once more where it is computed again."""
+        """Twice the forward, and once more where it is recomputed."""
         again = self._setting.activations.checkpoint and unit.kind == "block"
         return (3 if again else 2) * self.forward_seconds(unit)
 

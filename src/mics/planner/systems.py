@@ -74,12 +74,12 @@ class Prediction:
 
     @property
     def tflops(self) -> float:
-        """Of the model, a rank, without what is computed again."""
+        """Of the model, a rank, without what is recomputed."""
         return self._flops(recomputed=False)
 
     @property
     def hardware_tflops(self) -> float:
-        """With what is computed again: as the seeds count."""
+        """With what is recomputed: as the seeds count."""
         return self._flops(recomputed=self.setting.activations.checkpoint)
 
     @property

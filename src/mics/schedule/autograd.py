@@ -175,7 +175,7 @@ class Autograd:
     def _release_first(self, site: ScheduledSite, call: Call, tensor: Tensor) -> None:
         """When ``tensor`` has its gradient, release units of ``site`` before its maker's backward begins.
 
-        That one sends for another unit, which has their place then. Not where it needs one of them itself: a
+        That one prefetches another unit, which has their place then. Not where it needs one of them itself: a
         block that is called again and again.
         """
         hooks = hooks_of(tensor)

@@ -91,7 +91,7 @@ class Transitions:
         self._move(unit, State.GATHERED)
 
     def is_stale(self, unit: Unit) -> bool:
-        """Whether values have changed since they were sent for."""
+        """Whether values have changed since they were prefetched."""
         return unit.masters_changed() or self._refreshes[unit.spec.index] != unit.num_refreshes
 
     def keep(self, unit: Unit) -> None:
