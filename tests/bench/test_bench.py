@@ -6,19 +6,23 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from mics.bench.config import Training
 from mics.bench.job import Job
 from mics.bench.models import BENCH_MODELS
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
-from mics.bench.summary import agree, summarise, verdict
+from mics.bench.provenance import caveats, emulated_title
+from mics.bench.summary import Row, agree, summarise, verdict
 from mics.bench.supervise import Launcher, supervise
 from mics.bench.table import cells, markdown_table
 from mics.bench.timeline import Exposure
 from mics.cli import main
 from mics.cost.clusters import find_cluster
 from mics.models import GPTConfig
+from mics.utils.numbers import TokenCount
 
 JOB = Job(
     model=GPTConfig(num_layers=1, num_heads=1, hidden_size=8, vocab_size=16, seq_len=4),
@@ -102,7 +106,7 @@ def test_a_worker_that_never_starts_ends(tmp_path: Path) -> None:
 def test_clusters_of_one_size_are_told_apart() -> None:
     clusters = [find_cluster(name) for name in ("p3dn.24xlarge:1", "p5.48xlarge:1")]
     runs = interleave(["mics", "hsdp"], [(JOB, cluster) for cluster in clusters], repeats=1, record=False)
-    rows = summarise(runs, [_outcome(number, 1.0 + number) for number in range(4)], peak_tflops=None)
+    rows = summarise(runs, [_outcome(number, 2.0**number) for number in range(4)], peak_tflops=None)
     heads, lines = cells(rows)
     assert (
         heads[-1] == "cluster" and [line[-1] for line in lines] == ["p3dn.24xlarge"] * 2 + ["p5.48xlarge"] * 2
@@ -149,7 +153,11 @@ def test_bench_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert main(["bench", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "Losses are not compared" in printed and "x its time" in printed
+    assert "Losses are not compared" in printed and "from one timed step nobody knows the noise" in printed
+    assert "gpt-tiny, emulated p4d.24xlarge:2 on a CPU (" in printed
+    assert "rank 0 computes really, the network is simulated" in printed
+    assert "2 accumulation steps: global batch 2,048 tokens = 32 sequences of 64" in printed
+    assert "not of p4d.24xlarge's GPUs: compare systems with each other" in printed
     assert "TFLOP/s count what is multiplied" in printed
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [row["system"] for row in found["rows"]] == ["mics", "hsdp"]
@@ -167,7 +175,11 @@ def test_emulate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     settings = "--model gpt-tiny --cluster p3dn.24xlarge:4 --partition-size 16 --warmup 1 --steps 1"
     assert main(["emulate", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "32 ranks, partition 16" in printed and "exposed inter all_gather" in printed
+    assert "32 ranks of p3dn.24xlarge, emulated, partition size 16" in printed
+    assert "exposed inter all_gather" in printed
+    flat = " ".join(printed.split())
+    assert "on a CPU (" in flat and "rank 0 computes really, the network is simulated" in flat
+    assert "global batch 4,096 tokens = 64 sequences of 64" in flat
 
 
 @pytest.mark.parametrize(
@@ -181,6 +193,14 @@ def test_emulate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ("bench", "--model gpt-tiny --repeats 0", "--repeats: expected at least 1, found 0"),
         ("bench", "--model gpt-tiny --partition-size many", "expected a number, node or world"),
         ("bench", "--on ranks --ranks 0", "--ranks: expected at least 1"),
+        ("bench", "--global-batch 8 --global-batch-tokens 1M", "expected one of them, found both"),
+        ("bench", "--global-batch 8 --accumulation 2", "--accumulation, --global-batch: expected one"),
+        ("bench", "--model gpt-tiny --global-batch 9", "multiple of 8 sequences (micro-batch 1 on 8 ranks)"),
+        (
+            "emulate",
+            "--model gpt-tiny --global-batch-tokens 100",
+            "--global-batch-tokens: expected about 4,096",
+        ),
         ("emulate", "--steps 0", "--steps: expected at least 1"),
         ("emulate", "--warmup -1", "--warmup: expected at least 0"),
         ("emulate", "--system zero9", "--system: expected some of mics"),
@@ -192,3 +212,56 @@ def test_settings_that_cannot_be(
 ) -> None:
     assert main([command, *settings.split(), "--out", str(tmp_path)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def _rows(*spans: tuple[float, float]) -> list[Row]:
+    """Of systems whose timed steps took these seconds."""
+    runs = interleave(["mics", "hsdp", "fsdp2"][: len(spans)], [(JOB, 4)], repeats=1, record=False)
+    outcomes = [
+        replace(_outcome(number), step_seconds=[low, (low + high) / 2, high])
+        for number, (low, high) in enumerate(spans)
+    ]
+    return summarise(runs, outcomes, peak_tflops=None)
+
+
+def test_nobody_wins_inside_the_noise() -> None:
+    """Steps that overlap name no winner; those that do not are compared."""
+    said = verdict(_rows((1.0, 1.2), (1.15, 1.3), (2.0, 2.2)))[0]
+    assert "within noise: mics (1.00 s to 1.20 s) and hsdp (1.15 s to 1.30 s) overlap" in said
+    assert "so none is faster; fsdp2 1.91 x the time of mics." in said
+    assert "shortest" not in said
+    said = verdict(_rows((1.0, 1.2), (1.25, 1.3)))[0]
+    assert "mics has the shortest step; hsdp 1.16 x its time." in said
+
+
+def test_one_timed_step_says_nothing_about_noise() -> None:
+    runs = interleave(["mics", "hsdp"], [(JOB, 4)], repeats=1, record=False)
+    outcomes = [replace(_outcome(number), step_seconds=[1.0 + number]) for number in range(2)]
+    said = verdict(summarise(runs, outcomes, peak_tflops=None))[0]
+    assert "mics 1.00 s, hsdp 2.00 s; from one timed step nobody knows the noise" in said
+
+
+def test_a_global_batch_gives_the_accumulation_steps() -> None:
+    training = Training(model="gpt-tiny", device="cpu", global_batch_tokens=TokenCount(4000))
+    assert [training.job(8, ranks).accumulation for ranks in (8, 16)] == [8, 4]
+    assert Training(model="gpt-tiny", device="cpu", global_batch=32).job(8, 16).accumulation == 2
+    assert Training(model="gpt-tiny", device="cpu").job(8, 16).accumulation == 2
+
+
+@pytest.mark.parametrize("command", ["bench", "emulate"])
+def test_help_is_in_the_words_of_pytorch(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert "{None}" not in shown and "Gradient accumulation steps" in shown and "Dtype of" in shown
+
+
+def test_figures_of_another_device_say_so() -> None:
+    """An H200 that plays p4d.24xlarge is no A100; one that plays dgx-h100 is near enough."""
+    with patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
+        (line,) = caveats([find_cluster("p4d.24xlarge:2")], "cuda")
+        assert "those of one NVIDIA H200 (989 TFLOP/s at its peak), not of p4d.24xlarge's GPUs (312)" in line
+        assert caveats([find_cluster("dgx-h100:2")], "cuda") == []
+        assert emulated_title([find_cluster("dgx-h100:2")], "cuda") == (
+            "emulated dgx-h100:2 on one NVIDIA H200: rank 0 computes really, the network is simulated"
+        )

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 
 import mics
@@ -21,6 +20,7 @@ from mics.bench.config import BenchConfig, EmulateConfig
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
+from mics.bench.provenance import batch_of, caveats, device_name, emulated_title
 from mics.bench.report import print_report
 from mics.bench.summary import Row, agree, summarise, verdict
 from mics.bench.supervise import Launcher, in_one_process, in_ranks, read_results, supervise
@@ -31,12 +31,14 @@ from mics.cost.clusters import Cluster, find_cluster
 from mics.errors import SettingsError
 from mics.layout.topology import check_partition_size
 from mics.train.hardware import peak_tflops
+from mics.utils.command_line import parse
 from mics.utils.extras import require
+from mics.utils.numbers import plural
 
 
 def bench(args: Sequence[str]) -> int:
     """Compare systems. 0 if those that ran agree, 1 if not or if mics did not run."""
-    config = tyro.cli(BenchConfig, prog="mics bench", args=list(args))
+    config = parse(BenchConfig, args, prog="mics bench")
     config.check()
     require("plot", "the picture of a comparison")
     _make_folder(config.out)
@@ -72,12 +74,12 @@ def bench(args: Sequence[str]) -> int:
 
 def emulate(args: Sequence[str]) -> int:
     """Measure one system on an emulated cluster, in this process."""
-    config = tyro.cli(EmulateConfig, prog="mics emulate", args=list(args))
+    config = parse(EmulateConfig, args, prog="mics emulate")
     config.check()
     require("plot", "the picture of a step")
     _make_folder(config.out)
     cluster = find_cluster(config.cluster)
-    job = config.training.job(config.partition_size)
+    job = config.training.job(config.partition_size, cluster.world_size)
     check_partition_size(config.partition_size, cluster.world_size)
     run = Run(
         number=0,
@@ -90,9 +92,10 @@ def emulate(args: Sequence[str]) -> int:
     plan = RunPlan(
         runs=(run,), num_warmup_steps=config.warmup, num_steps=config.steps, folder=str(config.out.resolve())
     )
-    Console(stderr=True).print(f"{config.system} as rank 0 of {cluster.world_size} ({config.cluster}) ...")
+    Console(stderr=True).print(f"{config.system} as rank 0 of {cluster.world_size:,} ({config.cluster}) ...")
     (row,) = summarise(plan.runs, [measure(run, plan)], _peak())
-    return print_report(row, config.out, Console())
+    batch = batch_of(job, cluster.world_size, asked_tokens=config.training.global_batch_tokens)
+    return print_report(row, batch, config.out, Console())
 
 
 def _leave(number: int, frame: object) -> None:
@@ -123,7 +126,7 @@ def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | int]]:
                 raise SettingsError(f"--partition-size: expected a number, node or world, found {text!r}")
             size = {"node": node_size, "world": world_size}.get(text) or int(text)
             check_partition_size(size, world_size)
-            rows.append((config.training.job(size), place))
+            rows.append((config.training.job(size, world_size), place))
     return rows
 
 
@@ -196,14 +199,12 @@ def _as_rank(plan: RunPlan, config: BenchConfig) -> list[Outcome] | None:
 
 def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
     """Print the table and write it in every form."""
-    model = config.training.model
-    where = {"emulated": "an emulated cluster", "namespace": "namespace hosts", "ranks": "real ranks"}[
-        config.on
-    ]
-    title = f"{model} on {where}"
+    title = _title(rows, config)
     console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(terminal_table(rows, title=title))
-    said = verdict(rows)
+    said = [*_batches(rows, config), *verdict(rows)]
+    clusters = [row.run.cluster for row in rows if row.run.cluster is not None]
+    said += caveats(clusters, rows[0].run.job.device) if clusters else []
     for line in said:
         console.print(line, markup=False, highlight=False)
     text = _document(rows, title, command, said)
@@ -226,6 +227,27 @@ def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
     return 0 if agree(rows) and all(row.error is None for row in ours) else 1
 
 
+def _title(rows: list[Row], config: BenchConfig) -> str:
+    """What was trained, on what, and whose computation it is."""
+    device = rows[0].run.job.device
+    clusters = [row.run.cluster for row in rows if row.run.cluster is not None]
+    if clusters:
+        return f"{config.training.model}, {emulated_title(clusters, device)}"
+    ranks = plural(rows[0].world_size, "real rank")
+    if config.on == "namespace":
+        ranks += f" on {plural(config.hosts, 'namespace host')} with uplinks of {config.rate}"
+    return f"{config.training.model} on {ranks}, computed by {device_name(device)}"
+
+
+def _batches(rows: list[Row], config: BenchConfig) -> list[str]:
+    """The global batch of every setting."""
+    found = {}
+    for row in rows:
+        batch = batch_of(row.run.job, row.world_size, asked_tokens=config.training.global_batch_tokens)
+        found[row.setting] = f"{row.setting}: {batch}"
+    return list(found.values())
+
+
 def _document(rows: list[Row], title: str, command: str, said: list[str]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
     lines = [f"# {title}", "", f"    {command}", "", f"{versions}.", "", markdown_table(rows), ""]
@@ -241,7 +263,7 @@ def _draw(rows: list[Row], file: Path, title: str) -> None:
         series: dict[str, list[tuple[int, float]]] = {}
         for row in ran:
             series.setdefault(row.run.system, []).append((row.world_size, row.tflops))
-        draw_scaling(file, series, title=title, label="model TFLOP/s a GPU")
+        draw_scaling(file, series, title=title, label="model TFLOP/s per GPU")
         return
     many = len({row.setting for row in ran}) > 1
     clusters = {row.run.cluster.name for row in ran if row.run.cluster is not None}
@@ -256,7 +278,7 @@ def _draw(rows: list[Row], file: Path, title: str) -> None:
         )
         for row in ran
     }  # fmt: skip
-    draw_systems(file, bars, title=title, label="ms a step: median, lowest and highest")
+    draw_systems(file, bars, title=title, label="ms per step: median, lowest and highest")
 
 
 def _versions() -> dict[str, str]:

@@ -15,6 +15,8 @@ from mics.bench.systems import SYSTEMS
 from mics.cost.clusters import PRESETS
 from mics.emulator import Imagined
 from mics.errors import SettingsError
+from mics.utils.global_batch import AskedBatch
+from mics.utils.numbers import TokenCount
 
 _MODELS = ", ".join(f"{name} ({model.about})" for name, model in BENCH_MODELS.items())
 
@@ -28,30 +30,49 @@ class Training:
     """What every system trains."""
 
     model: Annotated[str, tyro.conf.arg(help=_MODELS)] = field(default_factory=_default_model)
-    accumulation: int = 2
-    """Micro-steps of one optimizer step."""
+    accumulation: int | None = None
+    """Gradient accumulation steps; unset: 2, or as many as the global batch needs."""
     micro_batch: int | None = None
-    """Rows of a micro-step on one rank; None: the model's usual."""
+    """Sequences per rank and micro-step; unset: the model's usual."""
+    global_batch: int | None = None
+    """Sequences per optimizer step, over all ranks, instead of --accumulation."""
+    global_batch_tokens: TokenCount | None = None
+    """Tokens per optimizer step, over all ranks (1M, 4e6, 4_000_000), instead of --accumulation: rounded to a
+    whole number of gradient accumulation steps."""
     seq_len: int | None = None
-    """Tokens of a row; None: the model's usual."""
+    """Tokens per sequence; unset: the model's usual."""
     loss_in_pieces: bool = False
-    """Work through the logits a piece at a time, in all systems: less memory at the loss."""
+    """Compute the loss in chunks of the logits, in all systems: less memory at the loss."""
     checkpoint: bool | None = None
-    """Recompute each block in the backward; None: as the model usually does."""
+    """Recompute each block in the backward (activation checkpointing); unset: as usual for the model."""
     offload: bool = False
-    """Keep in host memory what blocks save for the backward: by mics.Activations, in other systems by torch's
-    save_on_cpu."""
+    """Offload activations to the CPU: with mics.Activations, in other systems with torch's save_on_cpu."""
     imagined: Imagined = "different"
     """What the other ranks of an emulated cluster hold of the parameters. A GPU multiplies copies and zeros
     faster than real ones: only to compare with figures that were made so."""
     param_dtype: DType | None = None
-    """Format of the parameters; None: bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of the parameters; unset: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: DType = "float32"
-    """Format in which gradients travel."""
+    """Dtype of gradients in communication."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where rank 0 computes; auto: on a GPU if there is one."""
 
-    def job(self, partition_size: int) -> Job:
-        """The same as a job for the systems."""
+    def num_accumulation_steps(self, micro_batch: int, seq_len: int, world_size: int) -> int:
+        """Given, or what a global batch comes to on so many ranks."""
+        asked = AskedBatch(sequences=self.global_batch, tokens=self.global_batch_tokens)
+        if not asked.given:
+            return 2 if self.accumulation is None else self.accumulation
+        if self.accumulation is not None:
+            raise SettingsError(
+                "--accumulation, --global-batch: expected one of them, found both; leave --accumulation out, "
+                "it follows from the global batch"
+            )
+        multiple = micro_batch * world_size
+        because = f"micro-batch {micro_batch} on {world_size:,} ranks"
+        return asked.fit(seq_len=seq_len, multiple=multiple, because=because).num_sequences // multiple
+
+    def job(self, partition_size: int, world_size: int) -> Job:
+        """The same as a job for the systems, on so many ranks."""
         if self.model not in BENCH_MODELS:
             raise SettingsError(f"--model: expected one of {', '.join(BENCH_MODELS)}, found {self.model!r}")
         found = BENCH_MODELS[self.model]
@@ -59,16 +80,14 @@ class Training:
         if device == "cuda" and not torch.cuda.is_available():
             raise SettingsError("--device cuda: expected a CUDA device, found none; leave it out or say cpu")
         default: DType = "bfloat16" if device == "cuda" else "float32"
+        seq_len = found.config.seq_len if self.seq_len is None else self.seq_len
+        micro_batch = found.micro_batch if self.micro_batch is None else self.micro_batch
         try:
             return Job(
-                model=replace(
-                    found.config,
-                    seq_len=found.config.seq_len if self.seq_len is None else self.seq_len,
-                    loss_in_pieces=self.loss_in_pieces,
-                ),
+                model=replace(found.config, seq_len=seq_len, loss_in_pieces=self.loss_in_pieces),
                 partition_size=partition_size,
-                micro_batch=found.micro_batch if self.micro_batch is None else self.micro_batch,
-                accumulation=self.accumulation,
+                micro_batch=micro_batch,
+                accumulation=self.num_accumulation_steps(micro_batch, seq_len, world_size),
                 checkpoint=found.checkpoint if self.checkpoint is None else self.checkpoint,
                 param_dtype=default if self.param_dtype is None else self.param_dtype,
                 reduce_dtype=self.reduce_dtype,
@@ -88,26 +107,26 @@ class BenchConfig:
     """Train systems side by side and compare them."""
 
     on: Literal["emulated", "namespace", "ranks"] = "emulated"
-    """emulated: this GPU (or CPU) plays rank 0 of --cluster. namespace: hosts made of network namespaces
-    (Linux, root, from a source checkout). ranks: those that torchrun gave, or --ranks of its own."""
+    """emulated: this GPU (or CPU) computes as rank 0 of --cluster, whose network is simulated. namespace:
+    hosts made of network namespaces (Linux, root, from a source checkout). ranks: torchrun's, or --ranks."""
     systems: tuple[str, ...] = tuple(SYSTEMS)
     """Which to compare. One that cannot run is listed with its error."""
     training: Annotated[Training, tyro.conf.arg(name="")] = field(default_factory=Training)
     cluster: Annotated[tuple[str, ...], tyro.conf.arg(help=_CLUSTERS)] = ("p4d.24xlarge:1",)
     partition_size: tuple[str, ...] = ("node",)
-    """Ranks of a partition group: a number, node or world; several for several rows."""
+    """Ranks per partition group: a number, node or world; several for several rows."""
     hosts: int = 4
     """namespace: number of hosts."""
     ranks: int | None = None
-    """Ranks of a host (namespace, default 2) or in all (ranks, default one a GPU, 2 on a CPU)."""
+    """Ranks per host (namespace, default 2) or in all (ranks, default one per GPU, 2 on a CPU)."""
     rate: str = "500mbit"
-    """namespace: speed of each host's uplink, as tc takes it."""
+    """namespace: bandwidth of each host's uplink, as tc takes it."""
     warmup: int = 3
-    """Steps before the clock starts."""
+    """Steps before timing starts."""
     steps: int = 3
-    """Timed steps of each run."""
+    """Timed steps per run."""
     repeats: int = 2
-    """Runs of each system, interleaved."""
+    """Runs per system, interleaved."""
     timeout: float = 300.0
     """Seconds without a result after which a run counts as hanging."""
     out: Path = Path("runs/bench")
@@ -128,7 +147,10 @@ class BenchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulateConfig:
-    """Train one system as rank 0 of a cluster that is not there, and see where its time goes."""
+    """Train one system as rank 0 of an emulated cluster, and see where the time of a step goes.
+
+    Rank 0 computes really, on this machine's GPU or CPU; the network is simulated.
+    """
 
     cluster: Annotated[str, tyro.conf.arg(help=_CLUSTERS.replace(", several for several rows", ""))] = (
         "p4d.24xlarge:8"
@@ -136,10 +158,10 @@ class EmulateConfig:
     system: Annotated[str, tyro.conf.arg(help=", ".join(SYSTEMS))] = "mics"
     """What to train with: one of those that mics bench compares."""
     partition_size: int = 8
-    """Ranks of a partition group."""
+    """Ranks per partition group."""
     training: Annotated[Training, tyro.conf.arg(name="")] = field(default_factory=Training)
     warmup: int = 3
-    """Steps before the clock starts."""
+    """Steps before timing starts."""
     steps: int = 3
     """Timed steps."""
     out: Path = Path("runs/emulate")

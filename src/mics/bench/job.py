@@ -18,7 +18,7 @@ _TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Job:
     """A model and how one optimizer step is made of micro-steps.
 
-    It names formats and devices by strings, so that it travels to other processes and into result files as
+    It names dtypes and devices by strings, so that it travels to other processes and into result files as
     it is, and says nothing about the world: adapters find that in ``torch.distributed``.
     """
 
@@ -27,9 +27,9 @@ class Job:
     """Ranks that together hold one copy of the parameters. fsdp2 and deepspeed-zero3 shard over the world
     instead, ddp not at all."""
     micro_batch: int
-    """Rows of a micro-step on one rank."""
+    """Sequences per rank and micro-step."""
     accumulation: int
-    """Micro-steps of one optimizer step."""
+    """Gradient accumulation steps."""
     checkpoint: bool
     """Recompute each block in the backward."""
     param_dtype: DType
@@ -40,7 +40,7 @@ class Job:
     """Clip the gradients to this norm; None: do not clip."""
     seed: int = 0
     offload: bool = False
-    """What blocks save for the backward waits in host memory."""
+    """Activations are offloaded to host memory."""
     imagined: Imagined = "different"
     """What the other ranks of an emulated cluster hold of the parameters."""
 

@@ -106,8 +106,8 @@ def _look_inside(
     timeline, collectives = record(lambda: trainer.step(batches), emulation, device)
     found = exposure(timeline, collectives, emulation.cluster.ranks_per_node)
     name = run.row.replace("/", "_").replace(":", "x")
-    write_trace(Path(plan.folder) / f"{name}.trace.json", timeline, title=run.row)
-    draw_timeline(Path(plan.folder) / f"{name}.timeline.png", timeline, found, title=run.row)
+    write_trace(Path(plan.folder) / f"{name}.trace.json", timeline, title=run.title)
+    draw_timeline(Path(plan.folder) / f"{name}.timeline.png", timeline, found, title=run.title)
     return found
 
 
@@ -182,7 +182,7 @@ def _means(losses: list[Tensor]) -> list[float]:
 
 
 def _most(after: int | None, before: int | None, num_steps: int) -> int | None:
-    """Bytes a step through the uplink that carried the most."""
+    """Bytes per step through the uplink that carried the most."""
     if after is None or before is None:
         return None
     every = [0] * dist.get_world_size()

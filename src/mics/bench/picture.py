@@ -13,6 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from mics.bench.timeline import LANES, Exposure, Timeline
 from mics.utils.intervals import Interval, subtract
+from mics.utils.numbers import fixed
 from mics.utils.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
 
 _LANE_COLOURS: Final = {
@@ -77,7 +78,7 @@ def draw_systems(
         axes.barh(names, medians, xerr=spread, color=colours, ecolor=INK, height=0.62)
         for row, median in enumerate(medians):
             axes.annotate(
-                f"{median:.4g}", (max(values[names[row]][2], median), row), xytext=(4, 0),
+                fixed(median, 4), (max(values[names[row]][2], median), row), xytext=(4, 0),
                 textcoords="offset points", va="center",
             )  # fmt: skip
         axes.invert_yaxis()
@@ -91,7 +92,7 @@ def draw_systems(
 def draw_scaling(
     file: Path, series: Mapping[str, Sequence[tuple[int, float]]], *, title: str, label: str
 ) -> None:
-    """One line a system over the number of GPUs."""
+    """One line per system over the number of GPUs."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.0, 4.6), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         FigureCanvasAgg(figure)

@@ -12,6 +12,7 @@ from mics.bench.job import Job
 from mics.bench.timeline import Exposure
 from mics.cost.clusters import Cluster, Link
 from mics.models import GPTConfig
+from mics.utils.numbers import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,15 @@ class Run:
         """Runs of one row of the table are repeats of each other."""
         where = "ranks" if self.cluster is None else f"{self.cluster.name}:{self.cluster.num_nodes}"
         return f"{where}/{self.job.partition_size}/{self.job.accumulation}/{self.system}"
+
+    @property
+    def title(self) -> str:
+        """What a reader calls it."""
+        where = "" if self.cluster is None else f" of {self.cluster.name}, emulated"
+        return (
+            f"{self.system} on {self.world_size:,} ranks{where}, partition size {self.job.partition_size}, "
+            f"{plural(self.job.accumulation, 'accumulation step')}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +90,7 @@ class Outcome:
     peak_reserved_nbytes: int | None = None
     num_alloc_retries: int | None = None
     uplink_nbytes: int | None = None
-    """Sent a step by the busiest host, from its interface's counter."""
+    """Sent per step by the busiest host, from its interface's counter."""
     exposure: Exposure | None = None
 
     def as_line(self) -> str:

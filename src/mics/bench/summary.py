@@ -14,6 +14,7 @@ from mics.bench.plan import Outcome, Run
 from mics.bench.systems import SYSTEMS
 from mics.cost.clusters import Cluster
 from mics.models import GPTConfig
+from mics.utils.numbers import listed, percent, plural, seconds, times
 
 _DISAGREE: Final = "LOSSES DISAGREE"
 
@@ -48,16 +49,25 @@ class Row:
     @property
     def setting(self) -> str:
         job = self.run.job
-        where = "" if self.run.cluster is None else f"{self.run.cluster.name}, "
+        where = "" if self.run.cluster is None else f"{self.run.cluster.name} emulated, "
         return (
-            f"{where}{self.world_size} ranks, partition {job.partition_size}, accumulation {job.accumulation}"
+            f"{where}{plural(self.world_size, 'rank')}, partition size {job.partition_size}, "
+            f"{plural(job.accumulation, 'accumulation step')}"
         )
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
         """Median, lowest and highest of all timed steps."""
-        seconds = [second for outcome in self.good for second in outcome.step_seconds]
-        return statistics.median(seconds), min(seconds), max(seconds)
+        timed = self._timed
+        return statistics.median(timed), min(timed), max(timed)
+
+    @property
+    def num_timed(self) -> int:
+        return len(self._timed)
+
+    @property
+    def _timed(self) -> list[float]:
+        return [second for outcome in self.good for second in outcome.step_seconds]
 
     @property
     def tflops(self) -> float:
@@ -142,11 +152,27 @@ def _count_of_flops(model: GPTConfig) -> str:
 
 
 def _ranking(ran: Sequence[Row]) -> str:
+    """The shortest median first. Nobody wins whose slowest step is not before every step of the others."""
     best = ran[0]
+    close = [row for row in ran[1:] if row.step_seconds[1] <= best.step_seconds[2]]
     ratios = ", ".join(
-        f"{row.run.system} {row.step_seconds[0] / best.step_seconds[0]:.2f} x" for row in ran[1:]
+        f"{row.run.system} {times(row.step_seconds[0] / best.step_seconds[0])}"
+        for row in ran[1:]
+        if row not in close
     )
-    return f"{best.run.system} has the shortest step; {ratios} its time."
+    if min(row.num_timed for row in ran) < 2:
+        every = ", ".join(f"{row.run.system} {seconds(row.step_seconds[0])}" for row in ran)
+        return f"{every}; from one timed step nobody knows the noise: raise --steps or --repeats."
+    if not close:
+        return f"{best.run.system} has the shortest step; {ratios} its time."
+    spans = listed([f"{row.run.system} ({_span(row)})" for row in (best, *close)])
+    others = f"; {ratios} the time of {best.run.system}" if ratios else ""
+    return f"within noise: {spans} overlap, so none is faster{others}."
+
+
+def _span(row: Row) -> str:
+    """From the fastest to the slowest timed step."""
+    return f"{seconds(row.step_seconds[1])} to {seconds(row.step_seconds[2])}"
 
 
 def _losses(ran: Sequence[Row]) -> str:
@@ -167,8 +193,8 @@ def _losses(ran: Sequence[Row]) -> str:
                     worst = difference
                     where = f"{ran[0].run.system} {ours:.6f}, {row.run.system} {theirs:.6f}"
     if worst <= allowed:
-        return f"losses of all {len(ran)} systems agree to {worst:.1e} (allowed {allowed:.0e})."
-    return f"{_DISAGREE} by {worst:.1e} ({where}); allowed is {allowed:.0e}."
+        return f"losses of all {len(ran)} systems agree to {percent(worst)} (allowed {percent(allowed)})."
+    return f"{_DISAGREE} by {percent(worst)} ({where}); allowed is {percent(allowed)}."
 
 
 def agree(rows: Sequence[Row]) -> bool:

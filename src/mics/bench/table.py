@@ -8,12 +8,11 @@ from typing import Final
 from rich.table import Table
 
 from mics.bench.summary import Row
-
-_GIB: Final = 2**30
+from mics.utils.numbers import in_gib, percent, tflops, whole
 
 
 def _milliseconds(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{1e3 * seconds:.0f}"
+    return None if seconds is None else whole(1e3 * seconds)
 
 
 def _exposed(link: str) -> Callable[[Row], str | None]:
@@ -27,7 +26,7 @@ def _sent(link: str) -> Callable[[Row], str | None]:
         nbytes = row.median(
             lambda found: None if found.exposure is None else found.exposure.link_nbytes[link]
         )
-        return None if nbytes is None else f"{nbytes / 1e9:.2f}"
+        return None if nbytes is None else f"{nbytes / 1e9:,.2f}"
 
     return sent
 
@@ -35,19 +34,19 @@ def _sent(link: str) -> Callable[[Row], str | None]:
 def _gib(name: str) -> Callable[[Row], str | None]:
     def gib(row: Row) -> str | None:
         nbytes = row.median(lambda found: getattr(found, name))
-        return None if nbytes is None else f"{nbytes / _GIB:.1f}"
+        return None if nbytes is None else in_gib(nbytes)
 
     return gib
 
 
 def _step(row: Row) -> str:
     median, low, high = (1e3 * seconds for seconds in row.step_seconds)
-    return f"{median:.0f} ({low:.0f} to {high:.0f})"
+    return f"{whole(median)} ({whole(low)} to {whole(high)})"
 
 
 def _uplink(row: Row) -> str | None:
     nbytes = row.median(lambda found: found.uplink_nbytes)
-    return None if nbytes is None else f"{nbytes / 1e6:.1f}"
+    return None if nbytes is None else f"{nbytes / 1e6:,.1f}"
 
 
 def _uplink_ratio(row: Row) -> str | None:
@@ -58,8 +57,8 @@ def _uplink_ratio(row: Row) -> str | None:
 
 _COLUMNS: Final[tuple[tuple[str, Callable[[Row], str | None]], ...]] = (
     ("step ms", _step),
-    ("TFLOP/s", lambda row: f"{row.tflops:.3g}"),
-    ("MFU", lambda row: None if row.mfu is None else f"{100 * row.mfu:.1f}%"),
+    ("TFLOP/s", lambda row: tflops(row.tflops)),
+    ("MFU", lambda row: None if row.mfu is None else percent(row.mfu)),
     (
         "compute ms",
         lambda row: _milliseconds(
@@ -75,9 +74,9 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Row], str | None]], ...]] = (
         ),
     ),
     ("host ms", lambda row: _milliseconds(row.median(lambda found: found.host_seconds))),
-    ("intra GB a rank", _sent("intra")),
-    ("inter GB a node", _sent("inter")),
-    ("uplink MB a host", _uplink),
+    ("intra GB per rank", _sent("intra")),
+    ("inter GB per node", _sent("inter")),
+    ("uplink MB per host", _uplink),
     ("uplink / S", _uplink_ratio),
     ("peak GiB", _gib("peak_allocated_nbytes")),
     ("reserved GiB", _gib("peak_reserved_nbytes")),
