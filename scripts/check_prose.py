@@ -28,7 +28,7 @@ OLD_NAMES = {
     r"mics\.summon\b(?!_)": "mics.summon_full_params",
     r"mics\.audit\(": "mics.audit_replicas",
     r"mics\.memory\(": "mics.memory_report",
-    r"\blean=": "low_memory=",
+    r"\blean=(?!\")": "low_memory=",
     r"Precision\((?:param|reduce|master)=": "Precision(param_dtype=, reduce_dtype=, master_dtype=)",
 }
 

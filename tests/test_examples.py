@@ -90,6 +90,7 @@ def _losses_by_epoch(output: str) -> dict[int, float]:
     return {epoch: sum(losses) / len(losses) for epoch, losses in found.items()}
 
 
+@pytest.mark.full
 def test_minimal_trains(uninterrupted: tuple[str, Path]) -> None:
     """Ten epochs, a falling loss and the last two checkpoints."""
     output, folder = uninterrupted
