@@ -48,7 +48,7 @@ format: $(READY)  ## rewrite the code in the project's style
 	@$(BIN)/ruff format .
 
 docs: $(READY)  ## build the site in build/site
-	@$(BIN)/python -m pip install --disable-pip-version-check -qq ".[docs]"
+	@$(BIN)/python -m pip install --disable-pip-version-check -qq -e ".[docs]"
 	@$(BIN)/mkdocs build
 
 clean:  ## remove caches and runs, keep the environment
