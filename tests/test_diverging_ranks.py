@@ -75,7 +75,7 @@ def _faults() -> dict[str, Fault]:
         ),
         "clip_grad_norm_": lambda model, *_: mics.clip_grad_norm_(model, 1.0),
         "nonfinite_units": lambda model, *_: mics.nonfinite_units(model),
-        "audit": lambda model, *_: mics.audit_replicas(model),
+        "audit_replicas": lambda model, *_: mics.audit_replicas(model),
         "summon_full_params": _summon,
     }
 
@@ -116,7 +116,7 @@ CALLS = [
     "full_optimizer_state_dict",
     "clip_grad_norm_",
     "nonfinite_units",
-    "audit",
+    "audit_replicas",
     "summon_full_params",
 ]
 SIZES = [1, 2, 4]
@@ -164,7 +164,7 @@ def test_layerdrop_by_rank(pool: RankPool, partition_size: int) -> None:
         pytest.param(fault, size, marks=() if (fault, size) in QUICK else pytest.mark.full)
         for fault in ["evaluate", "skip", *CALLS]
         for size in SIZES
-        if (fault, size) != ("audit", 4)  # there is no replica, and so no collective
+        if (fault, size) != ("audit_replicas", 4)  # there is no replica, and so no collective
     ],
 )
 def test_one_rank_goes_another_way(pool: RankPool, fault: str, partition_size: int) -> None:

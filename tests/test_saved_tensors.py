@@ -467,7 +467,7 @@ def test_no_more_host_memory_is_asked_for_than_is_needed() -> None:
             if fits:
                 model(torch.rand(_ROWS, _WIDTH)).backward()
             else:
-                with pytest.raises(MicsError, match="GiB of host memory for"):
+                with pytest.raises(MicsError, match="MiB of host memory for"):
                     model(torch.rand(_ROWS, _WIDTH))
 
 
@@ -522,7 +522,7 @@ def test_memory_that_has_become_free_is_had() -> None:
     assert offloader is not None
     with _host_of(needed, offloader.pool):
         model(torch.rand(_ROWS, _WIDTH)).backward()
-        with pytest.raises(MicsError, match="GiB of host memory for"):
+        with pytest.raises(MicsError, match="MiB of host memory for"):
             model(torch.rand(4 * _ROWS, _WIDTH))
     for _ in range(2):
         model(torch.rand(4 * _ROWS, _WIDTH)).backward()
@@ -554,7 +554,7 @@ def test_each_rank_of_a_node_has_its_share() -> None:
     with _host_of(26 * mib, *pools):
         for pool in pools:
             pool.take(mib, "a piece that is there")
-            with pytest.raises(MicsError, match="GiB of host memory"):
+            with pytest.raises(MicsError, match="MiB of host memory"):
                 pool.require(12 * mib, "what was there before")
 
 
@@ -562,7 +562,7 @@ def test_host_memory_is_looked_at_when_it_is_needed() -> None:
     """Not while the model is sharded, when a loaded checkpoint may still be in the way."""
     with patch.object(host_memory, "available_nbytes", lambda: 0):
         model, _ = _sharded(Stack(Gated), _ALL)
-        with pytest.raises(MicsError, match="found 0 GiB available"):
+        with pytest.raises(MicsError, match="found 0 MiB available"):
             model(torch.rand(_ROWS, _WIDTH))
     model(torch.rand(_ROWS, _WIDTH)).backward()
 
