@@ -30,7 +30,7 @@ demo: $(READY)  ## train a small model on this machine and draw the run (about a
 test: $(READY)  ## every mechanism, with the grids thinned (under 7 minutes on two cores); GPU tests skip without one
 	@$(BIN)/python -m pytest --quick -n auto $(ARGS)
 
-test-all: $(READY)  ## every test (about 17 minutes on two cores)
+test-all: $(READY)  ## every test (about 20 minutes on two cores)
 	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(READY)  ## style, types, import order; prose is read and never fails

@@ -294,13 +294,18 @@ class Autograd:
         torch calls no hook of a forward that ends by Ctrl-C: the model is called, and nothing is around it.
         """
         failed = self.progress.in_backward and (self._ender is None or self._ender() is None)
-        if not (failed or (in_root and self.progress.depth and not _is_nested(self.sites))):
+        interrupted = in_root and self.progress.depth > 0 and not _is_nested(self.sites)
+        if not (failed or interrupted):
             return
-        self.progress.in_backward, self.progress.depth = False, 0
-        self.progress.shared_inputs.under_way.clear()
+        self.progress.in_backward = False
         for site in self.sites:
-            site.depth, site.num_live, site.reached = 0, 0, False
-            site.forwards.clear()
+            site.num_live, site.reached = 0, False
+        if interrupted:
+            self.progress.depth = 0
+            self.progress.shared_inputs.under_way.clear()
+            for site in self.sites:
+                site.depth = 0
+                site.forwards.clear()
         for unit in self.units:
             unit.whole.drop_gradients()
         self._tell(What.FAILED)
