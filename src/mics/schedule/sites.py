@@ -22,6 +22,8 @@ from mics.utils.tensor_trees import (
     tensors_near,
 )
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, submodules and hooks: no place for an output
+
 
 @dataclass(eq=False)
 class Call:
@@ -126,18 +128,17 @@ class ScheduledSite:
 
         Not parameters: whether those are gathered is our affair.
         """
-        num_attributes = sum(len(attributes) for attributes in self.attributes)
+        num_attributes = sum(map(len, self.attributes))
         if num_attributes != self.num_attributes:
             self.num_attributes = num_attributes
-            skip = {"_parameters", "_buffers", "_modules"}
             self.side_outputs = [
                 (attributes, name)
                 for attributes in self.attributes
                 for name, value in attributes.items()
-                if name not in skip and may_hold_tensors(value)
+                if name not in _OF_EVERY_MODULE and may_hold_tensors(value)
             ]
         values = [attributes.get(name) for attributes, name in self.side_outputs]
-        tensors = (tensor for value in values for tensor in tensors_near(value))
+        tensors = (tensor for value in values if value is not None for tensor in tensors_near(value))
         return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
 
