@@ -24,7 +24,7 @@ import mics
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.models import BENCH_MODELS
-from mics.bench.plan import Outcome, Plan, Run
+from mics.bench.plan import Outcome, Run, RunPlan
 from mics.bench.systems import SYSTEMS, Batch, System
 from mics.bench.systems.loop import Loop
 from mics.bench.systems.with_mics import build_mics
@@ -98,7 +98,7 @@ def table(args: argparse.Namespace, partition_size: int) -> None:
         reduce_dtype="float32",
         device="cuda" if on_gpu else "cpu",
     )
-    plan = Plan(runs=(), num_warmup_steps=args.warmup, num_steps=args.steps, folder=str(args.out))
+    plan = RunPlan(runs=(), num_warmup_steps=args.warmup, num_steps=args.steps, folder=str(args.out))
 
     def outcome_of(system: System) -> Outcome:
         run = Run(

@@ -158,6 +158,9 @@ class LateTicket:
     def wait(self) -> None:
         self.lane.catch_up(self.number)
 
+    def is_over(self) -> bool:
+        return False
+
 
 def _late_losses(policy: mics.Activations, scenario: str) -> tuple[list[float], int]:
     away, back = LateLane(), LateLane()
@@ -166,7 +169,7 @@ def _late_losses(policy: mics.Activations, scenario: str) -> tuple[list[float], 
         model = original(*args, **kwargs)
         offloader = engine_of(model).offloader
         assert offloader is not None
-        offloader._transfers.away, offloader._transfers.back = away, back
+        offloader.transfers.away, offloader.transfers.back = away, back
         return model
 
     original = mics.shard

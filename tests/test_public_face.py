@@ -15,11 +15,11 @@ def test_exports() -> None:
     """Exactly these names are public."""
     assert sorted(mics.__all__) == [
         "Activations", "AuditReport", "CheckpointError", "Cluster", "CollectiveError", "Emulation",
-        "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "ReplicaError", "Saving",
-        "SettingsError", "Traffic", "allow_optimizer", "audit_replicas", "clip_grad_norm_", "emulate",
-        "full_gradients", "full_optimizer_state_dict", "full_state_dict", "load",
-        "load_full_state_dict", "memory_report", "microsteps", "nonfinite_units",
-        "norms", "num_parameters", "register_forward_method", "save", "shard",
+        "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "Profile", "ProfileReport",
+        "ReplicaError", "Saving", "SettingsError", "Traffic", "allow_optimizer", "audit_replicas",
+        "clip_grad_norm_", "emulate", "full_gradients", "full_optimizer_state_dict", "full_state_dict",
+        "load", "load_full_state_dict", "memory_report", "microsteps", "nonfinite_units",
+        "norms", "num_parameters", "profile", "register_forward_method", "save", "shard",
         "summon_full_params", "traffic",
     ]  # fmt: skip
     assert all(hasattr(mics, name) for name in mics.__all__)

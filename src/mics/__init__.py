@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mics.diagnostics.audit import AuditReport, audit_replicas
     from mics.diagnostics.memory import MemoryReport, memory_report
     from mics.diagnostics.nonfinite import nonfinite_units
+    from mics.diagnostics.profiling import Profile, ProfileReport, profile
     from mics.emulator import Emulation, emulate
     from mics.errors import CheckpointError, CollectiveError, MicsError, ReplicaError, SettingsError
     from mics.gradients.optimizer import allow_optimizer
@@ -49,6 +50,8 @@ __all__ = [
     "MicsError",
     "Precision",
     "Prefetch",
+    "Profile",
+    "ProfileReport",
     "ReplicaError",
     "Saving",
     "SettingsError",
@@ -67,6 +70,7 @@ __all__ = [
     "nonfinite_units",
     "norms",
     "num_parameters",
+    "profile",
     "register_forward_method",
     "save",
     "shard",
@@ -83,6 +87,7 @@ _MODULES = {
     "diagnostics.audit": ["AuditReport", "audit_replicas"],
     "diagnostics.memory": ["MemoryReport", "memory_report"],
     "diagnostics.nonfinite": ["nonfinite_units"],
+    "diagnostics.profiling": ["Profile", "ProfileReport", "profile"],
     "emulator": ["Emulation", "emulate"],
     "errors": ["CheckpointError", "CollectiveError", "MicsError", "ReplicaError", "SettingsError"],
     "gradients.optimizer": ["allow_optimizer"],

@@ -99,30 +99,25 @@ def _wire(
     choices = Choices(settings, mesh.groups.topology, units)
     events, progress = Events(), Progress()
     log = StepLog(unit.spec for unit in units)
+    plans = choices.plans()
     residency = Residency(
         units,
         events=events,
-        plans=choices.plans(),
+        plans=plans,
         progress=progress,
         log=log,
         low_memory=settings.low_memory,
         edits_show=any(map(_edits_show, units)),
     )
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
-    agreement = _agreement(settings, mesh, units, choices, residency.plans, progress, log, shown)
+    agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
     step = Step(
-        units,
-        hops=hops,
-        shown=shown,
-        agreement=agreement,
-        events=events,
-        plans=residency.plans,
-        progress=progress,
+        units, hops=hops, shown=shown, agreement=agreement, events=events, plans=plans, progress=progress
     )
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world)
     members = Members(model, autograd, on_change=synchronize_buffers.look_again)
-    activations = _activations(settings, units, ranks_on_node)
+    activations = _activations(settings, units, events, ranks_on_node)
     events[What.FORWARD_CALLED] += [_hearing(refuse_tracing), _hearing(members.check)]
     if activations is not None and activations.offloader is not None:
         events[What.FORWARD_BEGINS].append(_hearing(activations.offloader.begin))
@@ -132,6 +127,7 @@ def _wire(
         mesh=mesh,
         device=settings.device,
         units=units,
+        events=events,
         progress=progress,
         residency=residency,
         autograd=autograd,
@@ -209,7 +205,9 @@ def _agreement(
     )
 
 
-def _activations(settings: Settings, units: Sequence[Unit], ranks_on_node: int) -> Applied | None:
+def _activations(
+    settings: Settings, units: Sequence[Unit], events: Events, ranks_on_node: int
+) -> Applied | None:
     if settings.activations is None:
         return None
     return apply_activations(
@@ -218,6 +216,7 @@ def _activations(settings: Settings, units: Sequence[Unit], ranks_on_node: int) 
         settings.recomputed,
         device=settings.device,
         is_parameter=lambda tensor: any(unit.whole.holds(tensor) for unit in units if unit.gathered),
+        events=events,
         ranks_on_node=ranks_on_node,
     )
 

@@ -19,7 +19,7 @@ from mics.gradients.shown import ShownGradients
 from mics.gradients.step import Step
 from mics.layout.topology import Topology
 from mics.schedule.autograd import Autograd
-from mics.schedule.events import Progress
+from mics.schedule.events import Events, Progress
 from mics.schedule.residency import Residency
 from mics.sharding.held import ParameterTable
 from mics.sharding.unit import Unit
@@ -37,6 +37,7 @@ class Engine:
     mesh: MeshCollectives
     device: torch.device
     units: list[Unit]
+    events: Events
     progress: Progress
     residency: Residency
     autograd: Autograd

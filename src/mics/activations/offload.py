@@ -71,7 +71,7 @@ class Offloader:
         self.plans = Plans(Prefetch(units=1), sizes=defaultdict(lambda: 1))  # of places; all count alike
         self._held = Held()
         self._budget = budget
-        self._transfers = Transfers(device)
+        self.transfers = Transfers(device)
         self._forward = CurrentForward(0)
         self._before = LastForward(num_units, num_groups=num_units)
         self._num_begun = 0  # forwards, also those that go on where one ended
@@ -108,7 +108,7 @@ class Offloader:
         self._evict(but=0)
         self._before.see(self._forward.sizes_reached(), self._held.peak)
         self.plans.begin()
-        horizon = self._transfers.horizon()
+        horizon = self.transfers.horizon()
         if horizon is not None:
             self.plans.look_ahead(Prefetch(units=horizon))
         self._forward = CurrentForward(self._forward.number + 1)
@@ -159,7 +159,7 @@ class Offloader:
 
     def _save(self, tensor: Tensor, group: Group) -> Saved | None:
         """The memory of ``tensor``, which may leave; None: it stays."""
-        if tensor.device.type != self._transfers.device.type or tensor.is_conj() or tensor.is_neg():
+        if tensor.device.type != self.transfers.device.type or tensor.is_conj() or tensor.is_neg():
             return None
         storage, view = tensor.untyped_storage(), View.of(tensor)
         region = Region.behind(view, storage.nbytes())
@@ -217,7 +217,7 @@ class Offloader:
 
     def _send_away(self, saved: Saved) -> None:
         saved.host = self.pool.take(saved.nbytes, "saved activations")
-        self._transfers.send_away(saved)
+        self.transfers.send_away(saved)
         self._leaving[-1].append(ref(saved))
         self._forward.offloaded_nbytes += saved.nbytes
 
@@ -257,7 +257,7 @@ class Offloader:
         # A unit that takes a gradient in its own forward does not begin a backward.
         if not group.is_reached and self._num_open == 0:
             self._reach(group)
-        self._transfers.bring_back(saved)
+        self.transfers.bring_back(saved)
         if not saved.is_original:
             saved.moved.wait()
         return saved.seen_as(packed.view)
@@ -266,7 +266,7 @@ class Offloader:
         """The backward has come to ``group``: fetch it as a whole, and prefetch what follows."""
         group.is_reached = group.part_of.is_reached = True
         self._leaving = []  # what has not left yet is needed soon
-        self._transfers.reach()
+        self.transfers.reach()
         self._forward.is_reached = True
         self._want(group)
         for place in self._places_after(group):
@@ -288,4 +288,4 @@ class Offloader:
             for member in reversed(group.members):
                 saved = member()
                 if saved is not None:
-                    self._transfers.bring_back(saved)
+                    self.transfers.bring_back(saved)

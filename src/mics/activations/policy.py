@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mics.activations.offload import LEAST_NBYTES, Budget, Offloader
 from mics.activations.saved import SavedInputs
 from mics.errors import MicsError, SettingsError
+from mics.schedule.events import Events
 from mics.utils.deprecation import takes_old_fields
 from mics.utils.tensor_trees import put_together, take_apart, tensors_in
 
@@ -181,6 +182,7 @@ def apply_activations(
     *,
     device: torch.device,
     is_parameter: Callable[[Tensor], bool],
+    events: Events,
     ranks_on_node: int,
 ) -> Applied:
     """Let the forwards of ``modules`` follow ``policy``, which computes some of them again."""
@@ -205,7 +207,7 @@ def apply_activations(
     for module, recomputes, moves in zip(modules, recomputed, moved, strict=True):
         forward = module.forward
         if recomputes:
-            forward = _computed_again(module, policy, inputs, cover)
+            forward = _computed_again(module, policy, inputs, cover, events)
         if any(recomputed):
             forward = _without_cache(module, forward, recomputes=recomputes)
         if moves:
@@ -276,7 +278,7 @@ def _moved(
 
 
 def _computed_again(
-    module: nn.Module, policy: Activations, inputs: SavedInputs | None, cover: _Cover | None
+    module: nn.Module, policy: Activations, inputs: SavedInputs | None, cover: _Cover | None, events: Events
 ) -> Forward:
     """Under a checkpoint."""
     forward = module.forward
@@ -313,7 +315,10 @@ def _computed_again(
         at_first = [(args, kwargs)]
 
         def call(*values: Tensor) -> Any:
-            return run(*(at_first.pop() if at_first else put_together(rest, values)))
+            if at_first:
+                return run(*at_first.pop())
+            with events.recomputing():
+                return run(*put_together(rest, values))
 
         # Tensors in containers too, each by position: what a checkpoint does not see is not moved.
         return under_checkpoint(call, *tensors)

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from mics.activations.saved import Saved
-from mics.comm.lanes import INLINE, Lane, StreamLane
+from mics.comm.lanes import INLINE, Lane, LaneWatch, StreamLane, Work
 from mics.cost.auto import horizon_for
 
 _NUM_MEASURED: Final = 3  # micro-steps in which transfers and computation are timed
@@ -23,6 +23,7 @@ class Transfers:
         self.device = device
         self.away: Lane = StreamLane(device) if on_gpu else INLINE
         self.back: Lane = StreamLane(device) if on_gpu else INLINE
+        self.watch: LaneWatch | None = None
         self._clock = TransferClock() if on_gpu else None
 
     def send_away(self, saved: Saved) -> None:
@@ -32,7 +33,7 @@ class Transfers:
         def copy() -> None:
             target.copy_(source, non_blocking=True)
 
-        saved.moved = self.away.submit(copy)
+        saved.moved = self._lane(self.away, "to host").submit(copy)
 
     def bring_back(self, saved: Saved) -> None:
         """To new memory of the device, unless it is there."""
@@ -45,10 +46,8 @@ class Transfers:
             target.copy_(source, non_blocking=True)
 
         saved.be_on_device(here, is_original=False)
-        if self._clock is None:
-            saved.moved = self.back.submit(copy)
-        else:
-            saved.moved = self.back.submit(lambda: self._clock_copy(copy))
+        lane = self._lane(self.back, "from host")
+        saved.moved = lane.submit(copy if self._clock is None else lambda: self._clock_copy(copy))
 
     def reach(self) -> None:
         """The backward has come to a group."""
@@ -61,6 +60,9 @@ class Transfers:
             return None
         found, self._clock = self._clock.horizon(), None
         return found
+
+    def _lane(self, lane: Lane, name: str) -> Lane:
+        return lane if self.watch is None else self.watch.follow(lane, Work(name, "copy", "activations"))
 
     def _clock_copy(self, copy: Callable[[], None]) -> None:
         assert self._clock is not None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -36,6 +36,10 @@ class Ticket(Protocol):
         """What follows on the caller's stream (GPU) or in its thread (CPU) comes after the action."""
         ...
 
+    def is_over(self) -> bool:
+        """Whether nobody would have to wait."""
+        ...
+
 
 class Lane(Protocol):
     """Does actions in the order in which they are given."""
@@ -45,11 +49,30 @@ class Lane(Protocol):
         ...
 
 
+class Work(NamedTuple):
+    """What an action on a lane is for."""
+
+    lane: str
+    kind: str  # of collective
+    label: str
+
+
+class LaneWatch(Protocol):
+    """Sees what lanes do, and who waits for it."""
+
+    def follow(self, lane: Lane, work: Work) -> Lane:
+        """``lane``, or one around it that takes notes."""
+        ...
+
+
 class _Done:
     """The ticket of an action that is over, as far as its caller can tell."""
 
     def wait(self) -> None:
         pass
+
+    def is_over(self) -> bool:
+        return True
 
 
 DONE: Ticket = _Done()
@@ -94,6 +117,9 @@ class _EventTicket:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_over(self) -> bool:
+        return bool(self._event.query())
 
 
 class ThreadLane:
@@ -158,6 +184,9 @@ class _ThreadTicket:
         if self._error is not None:
             raise self._error
 
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
 
 def _work(actions: SimpleQueue[_ThreadTicket | None]) -> None:
     broken: BaseException | None = None
@@ -173,11 +202,21 @@ class Lanes:
         self._device = device
         self._overlap = overlap
         self._lanes: dict[str, Lane] = {}
+        self.watch: LaneWatch | None = None
 
     def lane(self, name: str) -> Lane:
         if name not in self._lanes:
             self._lanes[name] = self._make(name)
         return self._lanes[name]
+
+    def lane_for(self, work: Work) -> Lane:
+        """Where to do ``work``."""
+        lane = self.lane(work.lane)
+        return lane if self.watch is None else self.watch.follow(lane, work)
+
+    def here(self, work: Work) -> Lane:
+        """Where the caller is: for ``work`` whose result it needs next."""
+        return INLINE if self.watch is None else self.watch.follow(INLINE, work)
 
     def drain(self) -> None:
         """Wait until all lanes have done what they were given so far."""
@@ -208,7 +247,8 @@ class LanedCollectives:
         then: Action | None = None,
     ) -> Ticket:
         """``out[c] = shard of member c``, and ``then`` what is to be done with it."""
-        return self._chain(self._collectives.gather_stages([(out, shard)], label), after, then)
+        stages = self._collectives.gather_stages([(out, shard)], label)
+        return self._chain(stages, ("all-gather", label), after, then)
 
     def gather_together(
         self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), prepare: Action | None = None
@@ -218,7 +258,7 @@ class LanedCollectives:
         if prepare is not None:
             stage, action = stages[0]
             stages[0] = (stage, _both(prepare, action))
-        return self._chain(stages, after)
+        return self._chain(stages, ("all-gather", label), after)
 
     def reduce_scatter(
         self,
@@ -238,14 +278,16 @@ class LanedCollectives:
         """
         stages = self._collectives.reduce_stages([(out, buffer)], label, codec)
         action, before = prepare
-        prepared = self._lane(stages[0][0]).submit(action, before)
-        return prepared, self._chain(stages, (prepared, *after), then)
+        prepared = self._lane(stages[0][0], "copy", label).submit(action, before)
+        return prepared, self._chain(stages, ("reduce-scatter", label), (prepared, *after), then)
 
     def reduce_together(
         self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), codec: Codec = PLAIN
     ) -> Ticket:
         """``reduce_scatter`` of all pairs (out, buffer) as one collective, encoded on the way."""
-        return self._chain(self._collectives.reduce_stages(pairs, label, codec), after)
+        return self._chain(
+            self._collectives.reduce_stages(pairs, label, codec), ("reduce-scatter", label), after
+        )
 
     def all_reduce_together(
         self,
@@ -255,22 +297,30 @@ class LanedCollectives:
         codec: Codec = PLAIN,
     ) -> Ticket:
         """Sum over members, in place, for each tensor."""
-        return self._chain(self._collectives.all_reduce_stages(tensors, label, codec), after)
+        return self._chain(
+            self._collectives.all_reduce_stages(tensors, label, codec), ("all-reduce", label), after
+        )
 
     def _chain(
-        self, stages: Sequence[tuple[str, Action]], after: Sequence[Ticket], then: Action | None = None
+        self,
+        stages: Sequence[tuple[str, Action]],
+        what: tuple[str, str],
+        after: Sequence[Ticket],
+        then: Action | None = None,
     ) -> Ticket:
         ticket: Ticket = DONE
         for number, (stage, action) in enumerate(stages):
             last = number == len(stages) - 1
             whole = _both(action, then) if last and then is not None else action
-            ticket = self._lane(stage).submit(whole, after)
+            ticket = self._lane(stage, *what).submit(whole, after)
             after = (ticket,)
         return ticket
 
-    def _lane(self, stage: str) -> Lane:
+    def _lane(self, stage: str, kind: str, label: str) -> Lane:
         # One member moves nothing: going to another lane and back would only cost.
-        return INLINE if self.size == 1 else self._lanes.lane(f"{self._name} {stage}".strip())
+        if self.size == 1:
+            return INLINE
+        return self._lanes.lane_for(Work(f"{self._name} {stage}".strip(), kind, label))
 
 
 def _both(first: Action, second: Action) -> Action:

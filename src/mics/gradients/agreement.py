@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from mics.comm.journal import SAME_CALLS
-from mics.comm.protocol import Collectives
+from mics.comm.lanes import Work
 from mics.comm.world import MeshCollectives
 from mics.errors import MicsError
 from mics.gradients.shown import ShownGradients
@@ -44,20 +45,20 @@ class Check(Protocol):
 class _Numbers:
     """Small numbers of all ranks: the highest of each, on the host."""
 
-    def __init__(self, numel: int, world: Collectives, device: torch.device) -> None:
+    def __init__(self, numel: int, all_reduce: Callable[..., None], device: torch.device) -> None:
         self.on_gpu = pin = device.type == "cuda"
         self.highest = torch.zeros(numel, dtype=torch.float32, device="cpu", pin_memory=pin)
         self._mine = torch.zeros_like(self.highest, pin_memory=pin)
         self._wire = torch.zeros(numel, dtype=torch.float32, device=device)
         self._arrived = torch.cuda.Event() if pin else None
-        self._world = world
+        self._all_reduce = all_reduce
         self._pending = False
 
     def send(self, numbers: Sequence[float]) -> None:
         """Tell the others. On a GPU nobody waits."""
         self._mine.copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
         self._wire.copy_(self._mine, non_blocking=True)
-        self._world.all_reduce(self._wire, "the boundary's agreement (optimizer.step)", maximum=True)
+        self._all_reduce(self._wire, "the boundary's agreement (optimizer.step)", maximum=True)
         self.highest.copy_(self._wire, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
@@ -100,20 +101,22 @@ class Agreement:
         self.checks = list(checks)
         self._choose_prefetch = choose_prefetch
         self._world = mesh.world
+        self._lanes = mesh.lanes
         self._first = {}  # unit index -> position of its first parameter in the exchanged flags
         numel = _NUM_NUMBERS
         for unit in self._units:
             self._first[unit.spec.index] = numel
             numel += len(unit.spec.refs)
         # [digest, -digest, units ahead, -MiB that stay, whose check found something, a flag a parameter]
-        self._numbers = _Numbers(numel, mesh.world, device)
+        self._numbers = _Numbers(numel, self.all_reduce, device)
         self._liveness = mesh.liveness
         self._entries: list[int] = []  # of the log: what the digest of the latest exchange was made of
         self._num_exchanges = 0
 
     def all_reduce(self, number: Tensor, label: str, *, maximum: bool = False) -> None:
         """Sum (or maximum) of a number over all ranks, in place, whichever groups units live in."""
-        self._world.all_reduce(number, label, maximum=maximum)
+        here = self._lanes.here(Work("world", "all-reduce", label))
+        here.submit(partial(self._world.all_reduce, number, label, maximum=maximum))
 
     def exchange(self, found: tuple[int, Exception] | None) -> None:
         """Send this rank's account of the steps since the last boundary, and raise what a check found.

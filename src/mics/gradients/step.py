@@ -83,7 +83,7 @@ class Step:
         self._shown.guard_again()
         self.synchronize()
         units = list({id(unit): unit for unit, _ in members}.values())
-        self._tell(What.STEP_BEGINS, units)
+        self._events.tell(Event(What.STEP_BEGINS, units=units))
         for unit in units:
             unit.check_intact()
             self._shown.of(unit).drop_cleared()
@@ -97,18 +97,14 @@ class Step:
         for check in self.checks:
             check.count_step()
         units = self._in_forward_order({id(unit): unit for unit, _ in members}.values())
-        self._tell(What.STEP_ENDS, units)
+        self._events.tell(Event(What.STEP_ENDS, units=units))
         for batch in self._hops.batches(units):
             refresh_together(batch)
-        self._tell(What.REFRESHED, units)
+        self._events.tell(Event(What.REFRESHED, units=units))
 
     def guard_again(self) -> None:
         """Put guarded gradients back in place of what an optimizer was shown."""
         self._shown.guard_again()
-
-    def _tell(self, what: What, units: Sequence[Unit]) -> None:
-        for hear in self._events[what]:
-            hear(Event(what, units=units))
 
     def _in_forward_order(self, units: Iterable[Unit]) -> list[Unit]:
         """As the last forward needed them: so do the next one's gathers."""

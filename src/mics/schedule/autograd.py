@@ -59,10 +59,11 @@ class Autograd:
     def __reduce__(self) -> Any:
         raise MicsError(UNCOPYABLE)
 
-    def _tell(self, what: What, unit: Unit | None = None, place: int | None = None) -> None:
-        event = Event(what, unit, place=place)
-        for hear in self._events[what]:
-            hear(event)
+    def _tell(self, what: What, unit: Unit | None = None, place: int | None = None, module: str = "") -> None:
+        if listeners := self._events[what]:
+            event = Event(what, unit, place=place, module=module)
+            for hear in tuple(listeners):
+                hear(event)
 
     # -- forward ------------------------------------------------------------------------------------
 
@@ -101,6 +102,7 @@ class Autograd:
         self.progress.depth += 1
         site.depth += 1
         site.forwards.append(None)
+        self._tell(What.MODULE_FORWARD_BEGINS, module=site.name)
         self._need(site.units)
         if site.units and self.progress.counts_rows:
             self.progress.rows = max(self.progress.rows, num_rows((args, kwargs)))
@@ -135,6 +137,7 @@ class Autograd:
                 (output, args, kwargs, [tensor for tensor in kept if tensor.grad_fn is not None]),
             )
         finally:
+            self._tell(What.MODULE_FORWARD_ENDS, module=site.name)
             site.depth -= 1
             self.progress.depth -= 1
             # A forward inside a backward is a recomputation: its own backward follows at once.
@@ -251,6 +254,7 @@ class Autograd:
             if call.num_steps == self.progress.num_steps:
                 self.progress.count_waiting(site.units, -1)
         site.reached = True
+        self._tell(What.MODULE_BACKWARD_BEGINS, module=site.name)
         if call.needs_params:
             self._need(site.units, call.places)
 
@@ -260,6 +264,7 @@ class Autograd:
             return
         call.live_in = 0
         site.num_live -= 1
+        self._tell(What.MODULE_BACKWARD_ENDS, module=site.name)
         self._finish(site.units)
 
     def _begin_backward(self) -> None:

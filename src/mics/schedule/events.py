@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mics.schedule.sites import SharedInputs
@@ -15,7 +16,7 @@ from mics.sharding.unit import Unit
 
 
 class What(enum.Enum):
-    """What happened. The first ones happen to the model, the others to one unit or to some."""
+    """What happened. The first ones happen to the model, then to units, the last ones to modules."""
 
     FORWARD_CALLED = enum.auto()  # nothing has moved yet: whoever hears this may refuse
     FORWARD_BEGINS = enum.auto()
@@ -30,6 +31,12 @@ class What(enum.Enum):
     STEP_BEGINS = enum.auto()  # an optimizer is about to change the values of these units
     STEP_ENDS = enum.auto()  # it has changed them, on shards
     REFRESHED = enum.auto()  # replicas are on their way to agree on them
+    MODULE_FORWARD_BEGINS = enum.auto()  # of a module that autograd.py follows, by its name
+    MODULE_FORWARD_ENDS = enum.auto()
+    MODULE_BACKWARD_BEGINS = enum.auto()
+    MODULE_BACKWARD_ENDS = enum.auto()
+    RECOMPUTATION_BEGINS = enum.auto()  # of the module whose backward has begun
+    RECOMPUTATION_ENDS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class Event:
     units: Sequence[Unit] = ()
     place: int | None = None
     """NEEDED: where its forward had it (``WholeParameters.place``); None: wherever it may be."""
+    module: str = ""
 
 
 Listener = Callable[[Event], None]
@@ -51,6 +59,20 @@ class Events(defaultdict[What, list[Listener]]):
 
     def __init__(self) -> None:
         super().__init__(list)
+
+    def tell(self, event: Event) -> None:
+        """Let all hear who want to. One of them may end its own listening."""
+        for hear in tuple(self[event.what]):
+            hear(event)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A module's forward runs again, for the backward."""
+        self.tell(Event(What.RECOMPUTATION_BEGINS))
+        try:
+            yield
+        finally:
+            self.tell(Event(What.RECOMPUTATION_ENDS))
 
 
 @dataclass(eq=False)
