@@ -205,7 +205,8 @@ def draw(house: House, picture: Path, title: str) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    style = runpy.run_path(str(_STYLE_FILE))  # as a file: importing mics would load torch
+    theme = runpy.run_path(str(_STYLE_FILE))["LIGHT"]  # as a file: importing mics would load torch
+    style = {"STYLE": theme.style, "INK": theme.ink, "GRID": theme.grid, "BLUE": theme["mics"]}
     places = place(house)
     left = min(x - house.rooms[name].width / 2 for name, (x, _) in places.items()) - 0.3
     right = max(x + house.rooms[name].width / 2 for name, (x, _) in places.items()) + 0.3

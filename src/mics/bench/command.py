@@ -20,7 +20,15 @@ from mics.bench.config import BenchConfig, EmulateConfig
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
-from mics.bench.provenance import batch_of, caveats, device_name, emulated_title
+from mics.bench.provenance import (
+    batch_of,
+    caveats,
+    comparison_title,
+    computed_by,
+    device_name,
+    emulated_title,
+    setting_of,
+)
 from mics.bench.report import print_report
 from mics.bench.summary import Row, agree, summarise, verdict
 from mics.bench.supervise import Launcher, in_one_process, in_ranks, read_results, supervise
@@ -214,7 +222,7 @@ def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
             {"command": command, "versions": _versions(), "rows": [row.as_dict() for row in rows]}, indent=1
         )
     )
-    _draw(rows, config.out / "bench.png", title)
+    _draw(rows, config)
     console.print(f"written: {config.out}/bench.md, bench.json, bench.png", markup=False, highlight=False)
     if config.theme is not None:
         kept = (
@@ -254,31 +262,48 @@ def _document(rows: list[Row], title: str, command: str, said: list[str]) -> str
     return "\n".join([*lines, *(f"- {line}" for line in said), ""])
 
 
-def _draw(rows: list[Row], file: Path, title: str) -> None:
-    from mics.bench.picture import draw_scaling, draw_systems  # matplotlib takes a while to import
+def _draw(rows: list[Row], config: BenchConfig) -> None:
+    """Step times as bars; over more than two numbers of GPUs, throughput as lines."""
+    from mics.bench.picture import Bar, draw_scaling, draw_systems  # matplotlib takes a while to import
 
     ran = [row for row in rows if row.error is None]
-    worlds = {row.world_size for row in ran}
-    if len(worlds) > 2:
-        series: dict[str, list[tuple[int, float]]] = {}
-        for row in ran:
-            series.setdefault(row.run.system, []).append((row.world_size, row.tflops))
-        draw_scaling(file, series, title=title, label="model TFLOP/s per GPU")
+    file, first = config.out / "bench.png", rows[0].run
+    title = comparison_title(config.training.model, [row.run for row in rows])
+    subtitle = " ".join([computed_by(first), *([_uplinks(config)] if config.on == "namespace" else [])])
+    points = {(row.run.system, row.world_size): row.tflops for row in ran}
+    if len({row.world_size for row in ran}) > 2 and len(points) == len(ran):
+        series = {system: [(w, x) for (s, w), x in points.items() if s == system] for system, _ in points}
+        draw_scaling(file, series, title=title, subtitle=subtitle, label="model TFLOP/s per GPU")
         return
-    many = len({row.setting for row in ran}) > 1
-    clusters = {row.run.cluster.name for row in ran if row.run.cluster is not None}
-
-    def name(row: Row) -> str:
-        where = f"{row.run.cluster.name} " if row.run.cluster is not None and len(clusters) > 1 else ""
-        return f"{where}{row.world_size}/{row.partition_size} {row.run.system}" if many else row.run.system
-
-    bars = {
-        name(row): (
-            1e3 * row.step_seconds[0], 1e3 * row.step_seconds[1], 1e3 * row.step_seconds[2]
+    bars = []
+    for row in ran:
+        median, low, high = (1e3 * seconds for seconds in row.step_seconds)
+        over = {"group": "", "world": f" (over all {row.world_size:,})", "none": " (not sharded)"}
+        name = f"{row.run.system}{over[SYSTEMS[row.run.system].partition]}"
+        bars.append(
+            Bar(
+                system=row.run.system,
+                name=name,
+                setting=setting_of(row.run),
+                median=median,
+                low=low,
+                high=high,
+            )
         )
-        for row in ran
-    }  # fmt: skip
-    draw_systems(file, bars, title=title, label="ms per step: median, lowest and highest")
+    subtitle += f" {_timed(ran)}"
+    draw_systems(file, bars, title=title, subtitle=subtitle, label="ms per step")
+
+
+def _timed(ran: list[Row]) -> str:
+    """What bars and the lines on them are."""
+    number = min((row.num_timed for row in ran), default=0)
+    if number < 2:
+        return "One timed step each."
+    return f"Medians of {number} timed steps; lines reach from the fastest to the slowest."
+
+
+def _uplinks(config: BenchConfig) -> str:
+    return f"{plural(config.hosts, 'namespace host')} with uplinks of {config.rate}."
 
 
 def _versions() -> dict[str, str]:

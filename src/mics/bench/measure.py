@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run, RunPlan
+from mics.bench.provenance import step_subtitle, step_title
 from mics.bench.systems import SYSTEMS, System, SystemUnavailable
 from mics.bench.systems.protocol import Batch, Trainer
 from mics.bench.timeline import Exposure, exposure, record
@@ -85,7 +86,7 @@ def _measure(
         batches = next(steps)
         outcome = replace(
             outcome,
-            exposure=_look_inside(run, plan, trainer, batches, device, emulation),
+            exposure=_look_inside(run, plan, system, trainer, batches, device, emulation),
             host_seconds=_host_seconds(trainer, batches, emulation) if on_gpu else None,
         )
     trainer.close()
@@ -95,6 +96,7 @@ def _measure(
 def _look_inside(
     run: Run,
     plan: RunPlan,
+    system: System,
     trainer: Trainer,
     batches: list[Batch],
     device: torch.device,
@@ -103,11 +105,17 @@ def _look_inside(
     """Where one step's time goes, with a trace and a picture of it."""
     from mics.bench.picture import draw_timeline  # matplotlib, which only these runs need
 
-    timeline, collectives = record(lambda: trainer.step(batches), emulation, device)
+    timeline, collectives = record(
+        lambda: trainer.step(batches),
+        emulation,
+        device,
+        partition_size=system.partition_size(run.job, run.world_size),
+    )
     found = exposure(timeline, collectives, emulation.cluster.ranks_per_node)
     name = run.row.replace("/", "_").replace(":", "x")
-    write_trace(Path(plan.folder) / f"{name}.trace.json", timeline, title=run.title)
-    draw_timeline(Path(plan.folder) / f"{name}.timeline.png", timeline, found, title=run.title)
+    title, subtitle = step_title(run, system), step_subtitle(run)
+    write_trace(Path(plan.folder) / f"{name}.trace.json", timeline, title=title)
+    draw_timeline(Path(plan.folder) / f"{name}.timeline.png", timeline, found, title=title, subtitle=subtitle)
     return found
 
 

@@ -3,117 +3,162 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.axes import Axes
 
 from mics.bench.timeline import LANES, Exposure, Timeline
-from mics.utils.intervals import Interval, subtract
-from mics.utils.numbers import fixed
-from mics.utils.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
+from mics.utils.intervals import Interval, subtract, total
+from mics.utils.numbers import fixed, seconds
+from mics.utils.picture_curves import VARIANTS, draw_curves
+from mics.utils.picture_lanes import draw_lanes, draw_legend, mark_micro_batches
+from mics.utils.picture_style import LIGHT, Theme, picture
 
-_LANE_COLOURS: Final = {
-    "compute": GREY,
-    "intra": GREEN,
-    "inter": BLUE,
-    "to host": INK,
-    "from host": INK,
+_SHORT: Final = 2e-3  # seconds: copies to the host below that are batches and losses
+_SLIVER: Final = 5e-3  # of a step: what nobody sees needs no name
+_NAMES: Final = {
+    "compute": "compute",
+    "intra": "inside the node",
+    "inter": "between nodes",
+    "to host": "to host memory",
+    "from host": "from host memory",
 }
-_ALWAYS_SHOWN: Final = ("compute", "intra", "inter")
-_SERIES: Final = (BLUE, ORANGE, GREEN, INK, GREY, "#8a5a9e", "#b5892f")
 
 
-def draw_timeline(file: Path, timeline: Timeline, found: Exposure, *, title: str) -> None:
-    """One step: a lane for compute and for each link; what no computing hides is orange.
+def draw_timeline(
+    file: Path,
+    timeline: Timeline,
+    found: Exposure,
+    *,
+    title: str,
+    subtitle: str = "",
+    theme: Theme = LIGHT,
+) -> None:
+    """One step: a lane for computing by phase and for each link by purpose, and what no computing hides.
 
-    Copies between device and host have lanes where there are any to speak of.
+    A link that carried nothing has no lane, nor have copies to the host that are too short to speak of.
     """
-    shown = [lane for lane in LANES if lane in _ALWAYS_SHOWN or found.link_seconds[lane] > 2e-3]
-    with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(12.0, 1.0 + 0.65 * len(shown)), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-        )
-        FigureCanvasAgg(figure)
+    least = {"compute": -1.0, "intra": 0.0, "inter": 0.0, "to host": _SHORT, "from host": _SHORT}
+    shown = [lane for lane in LANES if total(timeline.busy(lane)) > least[lane]]
+    compute = timeline.busy("compute")
+    lanes, exposed = {}, {}
+    for lane in shown:
+        label = _lane_label(lane, found)
+        lanes[label] = _computed(timeline) if lane == "compute" else timeline.by_role(lane)
+        if lane != "compute":
+            exposed[label] = subtract(timeline.busy(lane), compute)
+    spans = timeline.micro_batches()
+    rows = len(lanes) + (0.5 if len(spans) > 1 else 0)
+    heading = f"{title}: step {seconds(timeline.seconds)}"
+    with picture(file, height=1.75 + 0.72 * rows, title=heading, subtitle=subtitle, theme=theme) as figure:
         axes = figure.subplots()
-        compute = timeline.busy("compute")
-        for row, lane in enumerate(shown):
-            busy = timeline.busy(lane)
-            axes.broken_barh(_bars(busy), (row - 0.36, 0.72), color=_LANE_COLOURS[lane], linewidth=0)
-            if lane != "compute":
-                axes.broken_barh(
-                    _bars(subtract(busy, compute)), (row - 0.36, 0.72), color=ORANGE, linewidth=0
-                )
-        seconds = {"compute": found.compute_seconds, **found.link_seconds}
-        labels = [
-            f"{lane}\n{1e3 * seconds[lane]:.0f} ms"
-            + (f", {1e3 * found.exposed_seconds[lane]:.0f} exposed" if lane != "compute" else "")
-            for lane in shown
-        ]
-        axes.set_yticks(range(len(shown)), labels)
-        axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlim(0, 1e3 * timeline.seconds)
-        axes.set_xlabel("ms; orange: a link is busy and nothing computes")
-        axes.set_title(f"{title}: one step, {1e3 * timeline.seconds:.0f} ms")
-        figure.savefig(file, dpi=150, facecolor="white")
+        draw_lanes(axes, lanes, exposed, seconds=timeline.seconds, theme=theme)
+        if len(spans) > 1:
+            mark_micro_batches(axes, spans, seconds=timeline.seconds, theme=theme)
+        axes.xaxis.set_major_formatter(lambda moment, _: f"{1e3 * moment:,g}")
+        axes.set_xlabel("ms; the height of a lane is the share of time that it is busy")
+        roles = {
+            role
+            for parts in lanes.values()
+            for role, intervals in parts.items()
+            if total(intervals) > _SLIVER * timeline.seconds or role != "other"
+        }
+        draw_legend(axes, roles | ({"exposed"} if any(exposed.values()) else set()), theme=theme)
+
+
+def _lane_label(lane: str, found: Exposure) -> str:
+    if lane == "compute":
+        return f"{_NAMES[lane]}\n{seconds(found.compute_seconds)}"
+    busy, exposed = found.link_seconds[lane], found.exposed_seconds[lane]
+    return f"{_NAMES[lane]}\n{seconds(busy)}, {seconds(exposed)} exposed"
+
+
+def _computed(timeline: Timeline) -> dict[str, list[Interval]]:
+    """By kind of phase."""
+    found: dict[str, list[Interval]] = {}
+    for phase, intervals in timeline.by_phase().items():
+        found.setdefault("other" if phase is None else phase.kind, []).extend(intervals)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One row of a comparison: a system in a setting."""
+
+    system: str
+    name: str
+    setting: str
+    """What tells its group of bars from others; all bars of a group follow each other."""
+    median: float
+    low: float
+    high: float
 
 
 def draw_systems(
-    file: Path, values: Mapping[str, tuple[float, float, float]], *, title: str, label: str
+    file: Path, bars: Sequence[Bar], *, title: str, subtitle: str = "", label: str, theme: Theme = LIGHT
 ) -> None:
-    """A bar for each row of a comparison (median, lowest, highest)."""
-    with mpl.rc_context(STYLE):
-        height = 1.2 + 0.42 * max(1, len(values))
-        figure = Figure(figsize=(9.0, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-        FigureCanvasAgg(figure)
+    """A bar for each row of a comparison, under its setting if there are several."""
+    settings = list(dict.fromkeys(bar.setting for bar in bars))
+    places, heads, place = [], {}, 0.0
+    for setting in settings:
+        if len(settings) > 1:
+            heads[setting] = place
+            place += 0.9
+        for _ in [bar for bar in bars if bar.setting == setting]:
+            places.append(place)
+            place += 1.0
+        place += 0.25
+    with picture(file, height=1.0 + 0.36 * place, title=title, subtitle=subtitle, theme=theme) as figure:
         axes = figure.subplots()
-        names = list(values)
-        medians = [values[name][0] for name in names]
-        spread = [[m - values[n][1] for m, n in zip(medians, names, strict=True)],
-                  [values[n][2] - m for m, n in zip(medians, names, strict=True)]]  # fmt: skip
-        colours = [BLUE if name.split()[-1] == "mics" else GREY for name in names]
-        axes.barh(names, medians, xerr=spread, color=colours, ecolor=INK, height=0.62)
-        for row, median in enumerate(medians):
+        _draw_bars(axes, bars, places, theme)
+        for setting, at in heads.items():
             axes.annotate(
-                fixed(median, 4), (max(values[names[row]][2], median), row), xytext=(4, 0),
-                textcoords="offset points", va="center",
-            )  # fmt: skip
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.grid(axis="y", visible=False)
+                setting, (0, at), (0, 0), textcoords="offset points", va="center", fontweight="bold"
+            )
+        axes.set_ylim(place - 0.4, -0.7)
         axes.set_xlabel(label)
-        axes.set_title(title)
-        figure.savefig(file, dpi=150, facecolor="white")
+
+
+def _draw_bars(axes: Axes, bars: Sequence[Bar], places: Sequence[float], theme: Theme) -> None:
+    medians = [bar.median for bar in bars]
+    spreads = [[bar.median - bar.low for bar in bars], [bar.high - bar.median for bar in bars]]
+    axes.barh(
+        places,
+        medians,
+        xerr=spreads,
+        color=[(theme[bar.system], 0.55 if bar.system in VARIANTS else 1.0) for bar in bars],
+        error_kw={"ecolor": theme.ink, "elinewidth": 1.4, "capsize": 3.0},
+        height=0.68,
+    )
+    for bar, place in zip(bars, places, strict=True):
+        axes.annotate(
+            fixed(bar.median, 3),
+            (bar.high, place),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold" if bar.system == "mics" else "normal",
+        )
+    axes.set_yticks(places, [bar.name for bar in bars])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.1 * max([bar.high for bar in bars], default=1.0))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.grid(visible=False)  # every bar has its value
 
 
 def draw_scaling(
-    file: Path, series: Mapping[str, Sequence[tuple[int, float]]], *, title: str, label: str
+    file: Path,
+    series: Mapping[str, Sequence[tuple[int, float]]],
+    *,
+    title: str,
+    subtitle: str = "",
+    label: str,
+    theme: Theme = LIGHT,
 ) -> None:
-    """One line per system over the number of GPUs."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.0, 4.6), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-        FigureCanvasAgg(figure)
+    """One line per system over the number of GPUs, named at its end."""
+    with picture(file, height=4.6, title=title, subtitle=subtitle, theme=theme) as figure:
         axes = figure.subplots()
-        for (name, points), colour in zip(series.items(), _SERIES, strict=False):
-            worlds, values = zip(*sorted(points), strict=True)
-            axes.plot(worlds, values, marker="o", color=colour, label=name)
-            axes.annotate(
-                f"{values[-1]:.0f}", (worlds[-1], values[-1]), xytext=(6, 0), textcoords="offset points"
-            )
-        ticks = sorted({world for points in series.values() for world, _ in points})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(world) for world in ticks])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("GPUs")
+        draw_curves(axes, series, theme=theme)
         axes.set_ylabel(label)
-        axes.set_title(title)
-        axes.legend()
-        figure.savefig(file, dpi=150, facecolor="white")
-
-
-def _bars(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
-    return [(1e3 * start, 1e3 * (end - start)) for start, end in intervals]

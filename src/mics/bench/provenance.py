@@ -10,10 +10,12 @@ from typing import Final
 import torch
 
 from mics.bench.job import Device, Job
+from mics.bench.plan import Run
+from mics.bench.systems import System
 from mics.cost.clusters import Cluster
 from mics.train.hardware import peak_tflops
 from mics.utils.global_batch import GlobalBatch
-from mics.utils.numbers import listed, plural, tflops
+from mics.utils.numbers import count, listed, plural, tflops
 
 _ANOTHER: Final = 0.1  # data sheets of one GPU differ by less
 
@@ -32,6 +34,60 @@ def emulated_title(clusters: Sequence[Cluster], device: Device) -> str:
         f"emulated {listed(list(names))} on {device_name(device)}: rank 0 computes really, the network is "
         "simulated"
     )
+
+
+def place_of(run: Run) -> str:
+    """``8 x p4d.24xlarge (64 GPUs)``."""
+    if run.cluster is None:
+        return plural(run.world_size, "real rank")
+    return f"{run.cluster.num_nodes:,} x {run.cluster.name} ({plural(run.world_size, 'GPU')})"
+
+
+def setting_of(run: Run) -> str:
+    """``8 x p4d.24xlarge (64 GPUs), partition size 8, 2 micro-batches``."""
+    return f"{place_of(run)}, partition size {run.job.partition_size}, {_micro_batches(run)}"
+
+
+def step_title(run: Run, system: System) -> str:
+    """``mics on 8 x p4d.24xlarge (64 GPUs), partition size 8, 2 micro-batches``."""
+    sharded = {
+        "group": f"partition size {run.job.partition_size}",
+        "world": f"sharded over all {run.world_size:,}",
+        "none": "the whole model on each",
+    }
+    return f"{run.system} on {place_of(run)}, {sharded[system.partition]}, {_micro_batches(run)}"
+
+
+def _micro_batches(run: Run) -> str:
+    number = run.job.accumulation
+    return f"{number:,} micro-batch{'' if number == 1 else 'es'}"
+
+
+def computed_by(run: Run) -> str:
+    """``One NVIDIA H200 computes as rank 0; the network is simulated.``"""
+    name = device_name(run.job.device)
+    if run.cluster is None:
+        return f"Computed by {name}."
+    return f"{name[0].upper()}{name[1:]} computes as rank 0; the network is simulated."
+
+
+def step_subtitle(run: Run) -> str:
+    """``A GPT of 3.64 B parameters. One NVIDIA H200 computes as rank 0; the network is simulated.``"""
+    return f"A GPT of {count(run.job.model.num_parameters)} parameters. {computed_by(run)}"
+
+
+def comparison_title(model: str, runs: Sequence[Run]) -> str:
+    """``gpt-3.6b on 8 x p4d.24xlarge (64 GPUs), partition size 8``; a span where there are several."""
+    places = list(dict.fromkeys(map(place_of, runs)))
+    where = places[0]
+    if len(places) > 1:
+        names = listed(sorted({run.cluster.name for run in runs if run.cluster is not None}))
+        worlds = sorted({run.world_size for run in runs})
+        gpus = " to ".join(f"{world:,}" for world in dict.fromkeys((worlds[0], worlds[-1])))
+        where = f"{gpus} GPUs of {names}"
+    sizes = sorted({run.job.partition_size for run in runs})
+    partition = "partition size" if len(sizes) == 1 else "partition sizes"
+    return f"{model} on {where}, {partition} {listed([f'{size:,}' for size in sizes])}"
 
 
 def caveats(clusters: Sequence[Cluster], device: Device) -> list[str]:

@@ -43,8 +43,7 @@ class Row:
     @property
     def partition_size(self) -> int:
         """Ranks that together hold one copy of the parameters under this system."""
-        sizes = {"group": self.run.job.partition_size, "world": self.world_size, "none": 1}
-        return sizes[SYSTEMS[self.run.system].partition]
+        return SYSTEMS[self.run.system].partition_size(self.run.job, self.world_size)
 
     @property
     def setting(self) -> str:

@@ -33,6 +33,7 @@ class ChargedGroup(_ProcessGroup):  # type: ignore[misc]
         self.fabric = fabric
         self._ranks = list(ranks)
         self._span = Span.of(fabric.cluster, ranks)
+        self._stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         # Asynchronous collectives run on these, in order.
         self._stream: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -150,7 +151,9 @@ class ChargedGroup(_ProcessGroup):  # type: ignore[misc]
         inputs: list[Tensor],
         asynchronous: bool,
     ) -> dist.Work:
-        call = EmulatedCall(kind=kind, group=self._desc, span=self._span, nbytes=nbytes, cost=price)
+        call = EmulatedCall(
+            kind=kind, group=self._desc, span=self._span, nbytes=nbytes, cost=price, stride=self._stride
+        )
         device = next(tensor.device for tensor in (*outputs, *inputs))
         inference = torch.is_inference_mode_enabled()
 

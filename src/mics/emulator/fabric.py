@@ -33,6 +33,7 @@ class EmulatedCall:
     span: Span
     nbytes: int
     cost: Cost
+    stride: int = 1
 
 
 class Fabric:
@@ -113,6 +114,7 @@ class Fabric:
                 kind=call.kind,
                 group=call.group,
                 group_size=call.span.size,
+                stride=call.stride,
                 nbytes=call.nbytes,
                 cost=call.cost,
                 times=times,

@@ -23,6 +23,8 @@ class Collective:
     kind: Kind
     group: str
     group_size: int
+    stride: int = 1
+    """From one rank of the group to the next: replicas are a partition size apart."""
     nbytes: int
     cost: Cost
     times: Times

@@ -1,11 +1,14 @@
-"""The answer as one HTML page with pictures in it: nothing to load, nothing to install."""
+"""The answer as one HTML page with pictures in it: nothing to load, nothing to install.
+
+Colours are CSS variables, so that the page and its pictures are dark where the reader's browser is.
+"""
 
 from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -13,27 +16,38 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from mics.planner.answer import Answer
+from mics.planner.page_pictures import draw_memory, draw_nodes, draw_step
+from mics.planner.search import Choice
 from mics.planner.sweep import KEY as SWEEP_KEY
 from mics.planner.sweep import Sweep, advice_on_nodes, batches_of, cells
-from mics.planner.text import KEY, advice, lanes_of, money, neighbours, result
-from mics.utils.numbers import GIB, count, fixed, in_gib, memory, percent, seconds, tflops
-from mics.utils.picture_style import BLUE, GREEN, GREY, INK, ORANGE, STYLE
+from mics.planner.text import advice, lanes_of, money, neighbours, result
+from mics.utils.numbers import count, fixed, in_gib, percent, plural, tflops
+from mics.utils.picture_curves import Curves, draw_curves
+from mics.utils.picture_style import DARK, LIGHT, Theme
 
-_TERM_COLOURS: Final = (BLUE, "#6d9bd1", "#8a5a9e", "#b78fc9", GREEN, "#8cc7b0", ORANGE, "#b5892f")
-_SERIES: Final = {"mics": BLUE, "hsdp": ORANGE, "fsdp2": GREY}
-_LANES: Final = {"compute": GREY, "intra": GREEN, "inter": BLUE, "to host": ORANGE, "from host": ORANGE}
-_SVG_STYLE: Final[dict[Any, Any]] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "mics"}
+_SVG_STYLE: Final[dict[Any, Any]] = {
+    **LIGHT.style,
+    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "legend.fontsize"), 11.0),
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mics",
+}
+_SYSTEMS: Final = {"hsdp": "HSDP", "fsdp2": "FSDP2 over all GPUs"}
 
 _PAGE: Final = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: {ink}; max-width: 60rem; margin: 2rem auto; }}
-h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-code {{ background: #f1f4f6; padding: .15em .35em; border-radius: 3px; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ text-align: right; padding: .3em .6em; border-bottom: 1px solid #dfe4e8; }}
+:root {{ {light} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
+body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.15rem; margin: 2rem 0 .5rem; }}
+p.small {{ color: var(--muted); }}
+code {{ background: var(--grid); padding: .15em .35em; border-radius: 3px; }}
+table {{ border-collapse: collapse; min-width: 50%; }}
+th, td {{ text-align: right; padding: .3em .6em; border-bottom: 1px solid var(--grid); }}
 th.left, td.left {{ text-align: left; }}
-tr.best {{ background: #eef4fb; font-weight: 600; }}
+tr.best {{ background: var(--grid); font-weight: 600; }}
 svg {{ max-width: 100%; height: auto; }}
 </style></head><body>
 <h1>{title}</h1>
@@ -44,16 +58,17 @@ svg {{ max-width: 100%; height: auto; }}
 
 def page(found: Answer) -> str:
     """The whole page."""
-    request = found.found.request
+    cluster = found.found.request.cluster
     body = [
-        _paragraph(f"{request.batch}."),
+        _paragraph(f"{found.found.request.batch}."),
         *_plan(found),
         "<h2>Weak scaling: the batch per GPU stays the same</h2>",
-        _draw(lambda axes: _curve(axes, found.weak), height=3.4),
+        _draw(lambda axes: _curves(axes, found.weak), height=3.2),
         "<h2>Strong scaling: the global batch stays the same</h2>",
-        _draw(lambda axes: _curve(axes, found.strong), height=3.4),
+        _draw(lambda axes: _curves(axes, found.strong), height=3.2),
     ]
-    return _page(f"{request.model.name} on {request.cluster.num_nodes:,} x {request.cluster.name}", body)
+    where = f"{cluster.num_nodes:,} x {cluster.name} ({plural(cluster.world_size, 'GPU')})"
+    return _page(f"{found.found.request.model.name} on {where}", body)
 
 
 def sweep_page(found: Sweep) -> str:
@@ -65,9 +80,10 @@ def sweep_page(found: Sweep) -> str:
     body = [
         *(_paragraph(f"{line}.") for line in batches_of(found.sizes)),
         _html_table(heads, lines, best=best[0], left="best setting"),
-        _paragraph(SWEEP_KEY + "."),
+        _paragraph(f"{SWEEP_KEY}.", small=True),
         *map(_paragraph, advice_on_nodes(found)),
-        _draw(lambda axes: _over_nodes(axes, found), height=3.4),
+        "<h2>What more nodes gain and cost</h2>",
+        _draw(lambda axes: draw_nodes(axes, found, LIGHT), height=3.4),
         f"<h2>The plan for {nodes:,} x {html.escape(request.cluster.name)}</h2>",
         *_plan(advised),
     ]
@@ -75,11 +91,21 @@ def sweep_page(found: Sweep) -> str:
 
 
 def _page(title: str, body: Sequence[str]) -> str:
-    return _PAGE.format(title=html.escape(title), body="\n".join(body), ink=INK)
+    light, dark = (
+        " ".join(f"--{name}: {colour};" for name, colour in _variables(theme).items())
+        for theme in (LIGHT, DARK)
+    )
+    return _PAGE.format(title=html.escape(title), body="\n".join(body), light=light, dark=dark)
 
 
-def _paragraph(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>"
+def _variables(theme: Theme) -> dict[str, str]:
+    """Names in CSS and their colours."""
+    neutral = {"page": theme.page, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
+    return neutral | {role.replace(" ", "-"): colour for role, colour in theme.colours.items()}
+
+
+def _paragraph(text: str, *, small: bool = False) -> str:
+    return f"<p{' class=small' if small else ''}>{html.escape(text)}</p>"
 
 
 def _plan(found: Answer) -> list[str]:
@@ -89,143 +115,108 @@ def _plan(found: Answer) -> list[str]:
     return [
         f"<p><code>{html.escape(advice(best))}</code></p>",
         _paragraph(
-            f"{count(request.model.num_parameters)} parameters, {request.cluster.world_size:,} GPUs: "
+            f"{count(request.model.num_parameters)} parameters, {plural(request.cluster.world_size, 'GPU')}: "
             f"{result(best)}."
         ),
+        _paragraph(_division(found)),
         _paragraph(f"{money(found.money)}.") if found.money is not None else "",
         "<h2>Memory per GPU</h2>",
-        _draw(lambda axes: _memory(axes, found), height=2.6),
-        "<h2>One step</h2>",
-        _draw(lambda axes: _timeline(axes, found), height=0.9 + 0.5 * lanes),
+        _draw(lambda axes: draw_memory(axes, found, LIGHT), height=2.5),
+        "<h2>One step of a GPU</h2>",
+        _draw(lambda axes: draw_step(axes, found, LIGHT), height=1.7 + 0.62 * lanes),
         "<h2>Choices: the best setting of each partition size</h2>",
-        _table(found),
-        _paragraph(KEY + "."),
+        *_choices(found),
         *map(_paragraph, neighbours(found)),
     ]
 
 
+def _division(found: Answer) -> str:
+    """Partition size and replicas, explained by the best choice."""
+    setting = found.best.setting
+    size, replicas = setting.partition_size, setting.num_replicas
+    copy = f"{size:,} GPUs together hold" if size > 1 else "every GPU holds"
+    others = f"There are {replicas:,} such copies (replicas), each" if replicas > 1 else "There is one copy,"
+    return (
+        f"Partition size {size:,}: {copy} one copy of parameters and gradients. {others} with its own data."
+    )
+
+
 def _draw(fill: Callable[[Axes], None], *, height: float) -> str:
     with mpl.rc_context(_SVG_STYLE):
-        figure = Figure(figsize=(9.6, height), layout="constrained")
+        figure = Figure(figsize=(9.8, height), layout="constrained")
         FigureCanvasSVG(figure)
         fill(figure.subplots())
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
+    for name, colour in _variables(LIGHT).items():
+        text = text.replace(colour, f"var(--{name})")
     return text[text.index("<svg") :]
 
 
-def _memory(axes: Axes, found: Answer) -> None:
-    left = 0.0
-    terms = found.best.memory.on_device()
-    for (name, nbytes), colour in zip(terms.items(), _TERM_COLOURS, strict=True):
-        axes.barh(0, nbytes / GIB, left=left, color=colour, label=f"{name} {in_gib(nbytes)}")
-        left += nbytes / GIB
-    limit = found.found.request.limit / GIB
-    axes.axvline(limit, color=INK, linestyle="--")
-    usable = f"{memory(found.found.request.limit)} usable"
-    axes.annotate(usable, (limit, 0.42), xytext=(6, 0), textcoords="offset points", va="top")
-    axes.set_xlim(0, 1.2 * max(limit, left))
-    axes.set_yticks([])
-    axes.set_xlabel("GiB per GPU")
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.35), fontsize=8.5)
-
-
-def _timeline(axes: Axes, found: Answer) -> None:
-    prediction = found.best.prediction
-    links = lanes_of(prediction)
-    rows: dict[str, list[tuple[float, float]]] = {lane: [] for lane in ("compute", *links)}
-    for task in prediction.tasks:
-        if task.stream == "compute":
-            rows["compute"].append((task.start - prediction.began, task.end - task.start))
-        for link, taken in task.links:
-            rows[link].append((task.start - prediction.began, taken))
-    for number, (lane, bars) in enumerate(rows.items()):
-        axes.broken_barh(bars, (number - 0.36, 0.72), color=_LANES[lane], linewidth=0)
-    busy, exposed = prediction.link_seconds, prediction.exposed_seconds
-    labels = [f"{link} {seconds(busy[link])}\n{seconds(exposed[link])} exposed" for link in links]
-    labels.insert(0, f"compute {seconds(prediction.compute_seconds)}")
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(left=0)
-    left_out = found.best.setting.accumulation > 3
-    axes.set_xlabel("seconds" + ("; micro-steps in the middle are left out" if left_out else ""))
-
-
-def _curve(axes: Axes, series: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    for name, points in series.items():
-        if points:
-            worlds, values = zip(*points, strict=True)
-            axes.plot(worlds, values, marker="o", color=_SERIES.get(name, INK), label=name)
-    ticks = sorted({world for points in series.values() for world, _ in points})
-    if ticks:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(world) for world in ticks])
-        axes.minorticks_off()
-        axes.set_ylim(0, 1.12 * max(value for points in series.values() for _, value in points))
-        axes.legend()
-    axes.set_xlabel("GPUs")
+def _curves(axes: Axes, curves: Curves) -> None:
+    draw_curves(axes, curves, theme=LIGHT, words=_SYSTEMS)
     axes.set_ylabel("model TFLOP/s per GPU")
 
 
-def _over_nodes(axes: Axes, found: Sweep) -> None:
-    """Cost (blue, left) and time (orange, right) over the number of nodes."""
-    possible = found.possible
-    nodes = [number for number, _ in possible]
-    bills = [answer.money for _, answer in possible]
-    if all(bill is not None and bill.hours is not None for bill in bills):
-        days = [bill.hours / 24 for bill in bills if bill is not None and bill.hours is not None]
-        label, values = "days", days
-    else:
-        label, values = "tokens/s", [answer.best.prediction.tokens_per_second for _, answer in possible]
-    priced = [bill.dollars for bill in bills if bill is not None and bill.dollars is not None]
-    if len(priced) == len(possible):
-        left, costs = "dollars", priced
-    else:
-        left, costs = "tokens/s per GPU", [a.best.prediction.tokens_per_second_per_gpu for _, a in possible]
-    axes.plot(nodes, costs, marker="o", color=BLUE)
-    axes.set_ylabel(left, color=BLUE)
-    axes.set_ylim(0, 1.12 * max(costs))
-    axes.yaxis.set_major_formatter(lambda value, _: count(value))
-    right = axes.twinx()
-    right.plot(nodes, values, marker="o", color=ORANGE)
-    right.set_ylabel(label, color=ORANGE)
-    right.set_ylim(0, 1.12 * max(values))
-    right.yaxis.set_major_formatter(lambda value, _: count(value))
-    right.grid(visible=False)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(nodes, [f"{number:,}" for number in nodes])
-    axes.minorticks_off()
-    axes.set_xlabel("nodes")
+class _Column(NamedTuple):
+    """What a table says of a choice under a heading, and what a sentence does."""
+
+    head: str
+    value: str
+    phrase: str
 
 
-def _table(found: Answer) -> str:
-    heads = (
-        "p", "replicas", "batch", "accum.", "activations", "s/step", "TFLOP/s", "MFU", "GiB", "limited by"
-    )  # fmt: skip
-    lines = []
-    for choice in found.found.choices[:10]:
-        setting = choice.setting
-        units = f", {setting.model.parts} units per block" if setting.model.parts > 1 else ""
-        lines.append(
-            [
-                str(setting.partition_size),
-                str(setting.num_replicas),
-                str(setting.micro_batch),
-                str(setting.accumulation),
-                f"{setting.activations}{units}",
-                fixed(choice.step_seconds),
-                tflops(choice.prediction.tflops),
-                percent(choice.prediction.mfu),
-                in_gib(choice.memory.peak),
-                choice.limited_by,
-            ]
-        )
-    return _html_table(heads, lines, best=0, left="limited by")
+def _choices(found: Answer) -> list[str]:
+    """A table of what differs between partition sizes, and in words what does not."""
+    rows = [_columns(choice) for choice in found.found.choices[:10]]
+    columns = list(zip(*rows, strict=True))
+    alike = [column for column in columns if len(rows) > 1 and len({cell.value for cell in column}) == 1]
+    shown = [column for column in columns if column not in alike]
+    lines = [[column[number].value for column in shown] for number in range(len(rows))]
+    notes = []
+    if alike:
+        notes.append(f"The same for all of them: {', '.join(column[0].phrase for column in alike)}.")
+    if any(column[0].head == "s per step" for column in alike):
+        notes.append("As all are as fast, the smallest partition size is first: it needs the network least.")
+    return [
+        _html_table([column[0].head for column in shown], lines, best=0, left="limited by"),
+        *map(_paragraph, notes),
+        _paragraph(_KEY, small=True),
+    ]
+
+
+_KEY: Final = (
+    "Partition size: GPUs that together hold one copy of parameters and gradients. Replicas: how many such "
+    "copies there are. Batch: sequences per GPU and micro-step. MFU: share of the GPU's peak FLOP/s."
+)
+
+
+def _columns(choice: Choice) -> list[_Column]:
+    setting, prediction = choice.setting, choice.prediction
+    units = f", {setting.model.parts} units per block" if setting.model.parts > 1 else ""
+    activations = f"{setting.activations}{units}"
+    step, speed, mfu = fixed(choice.step_seconds), tflops(prediction.tflops), percent(prediction.mfu)
+    gib, limit = in_gib(choice.memory.peak), choice.limited_by
+    batch, accumulation = plural(setting.micro_batch, "sequence"), setting.accumulation
+    return [
+        _Column(
+            "partition size", f"{setting.partition_size:,}", f"partition size {setting.partition_size:,}"
+        ),
+        _Column("replicas", f"{setting.num_replicas:,}", plural(setting.num_replicas, "replica")),
+        _Column("batch", str(setting.micro_batch), f"{batch} per GPU and micro-step"),
+        _Column("accum.", str(accumulation), plural(accumulation, "gradient accumulation step")),
+        _Column("activations", activations, f"activations {activations}"),
+        _Column("s per step", step, f"{step} s per step"),
+        _Column("TFLOP/s", speed, f"{speed} TFLOP/s per GPU"),
+        _Column("MFU", mfu, f"MFU {mfu}"),
+        _Column("GiB", gib, f"{gib} GiB per GPU"),
+        _Column("limited by", limit, f"limited by {limit}"),
+    ]
 
 
 def _html_table(heads: Sequence[str], lines: Sequence[Sequence[str]], *, best: int, left: str) -> str:
-    at = heads.index(left)
+    at = list(heads).index(left) if left in heads else -1
 
     def row(cells: Sequence[str], tag: str) -> str:
         sides = [" class=left" if number == at else "" for number in range(len(cells))]

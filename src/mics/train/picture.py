@@ -1,17 +1,14 @@
-"""A run as a picture: loss, memory and the bytes each kind of group moved."""
+"""A run as a picture: loss, throughput, memory, learning rate, and the bytes each kind of group moved."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from mics.train.metrics import Measurement
-from mics.utils.numbers import GIB, volume
-from mics.utils.picture_style import BLUE, GREEN, ORANGE, STYLE
+from mics.utils.numbers import GIB, count, duration, fixed, plural, volume, whole
+from mics.utils.picture_style import LIGHT, Theme, picture
 
 
 def draw_run(
@@ -21,70 +18,111 @@ def draw_run(
     validations: Sequence[tuple[int, float]],
     title: str,
     on_gpu: bool,
+    theme: Theme = LIGHT,
 ) -> None:
     """Write the picture of a run as a PNG. Needs no screen."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11.0, 5.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-        FigureCanvasAgg(figure)
-        axes = figure.subplot_mosaic([["loss", "memory"], ["loss", "bytes"]], width_ratios=[1.5, 1.0])
-        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.012, ha="left")
-        _draw_loss(axes["loss"], measurements, validations)
-        _draw_memory(axes["memory"], measurements, on_gpu=on_gpu)
-        _draw_bytes(axes["bytes"], measurements)
-        figure.savefig(file, dpi=150, facecolor="white")
+    subtitle = _in_words(measurements, on_gpu=on_gpu)
+    with picture(file, height=7.2, title=title, subtitle=subtitle, theme=theme) as figure:
+        axes = figure.subplot_mosaic(
+            [["loss", "throughput"], ["loss", "memory"], ["rate", "bytes"]],
+            width_ratios=[1.25, 1.0],
+            height_ratios=[1.0, 1.0, 0.85],
+        )
+        _draw_loss(axes["loss"], measurements, validations, theme)
+        _draw_throughput(axes["throughput"], measurements, theme)
+        _draw_memory(axes["memory"], measurements, theme, on_gpu=on_gpu)
+        _draw_rate(axes["rate"], measurements, theme)
+        _draw_bytes(axes["bytes"], measurements, theme)
+
+
+def _in_words(measurements: Sequence[Measurement], *, on_gpu: bool) -> str:
+    """``200 steps in 45 min: 12,300 tokens/s, 0.451 TFLOP/s of all ranks together (medians)``."""
+    last, later = measurements[-1], _later(measurements)
+    tflops = fixed(median(measurement.tflops for measurement in later))
+    whose = "per GPU" if on_gpu else "of all ranks together"
+    return (
+        f"{plural(last.step, 'step')} in {duration(last.seconds)}: {_speed(later)} tokens/s, {tflops} model "
+        f"TFLOP/s {whose} (medians)"
+    )
+
+
+def _later(measurements: Sequence[Measurement]) -> Sequence[Measurement]:
+    """Without the first one, which holds what happens only once."""
+    return measurements[1:] or measurements
+
+
+def _speed(measurements: Sequence[Measurement]) -> str:
+    speed = median(measurement.tokens_per_second for measurement in measurements)
+    return whole(speed) if speed >= 100 else fixed(speed)
+
+
+def _steps(measurements: Sequence[Measurement]) -> list[int]:
+    return [measurement.step for measurement in measurements]
 
 
 def _draw_loss(
-    axes: Axes, measurements: Sequence[Measurement], validations: Sequence[tuple[int, float]]
+    axes: Axes, measurements: Sequence[Measurement], validations: Sequence[tuple[int, float]], theme: Theme
 ) -> None:
-    steps = [measurement.step for measurement in measurements]
     losses = [measurement.loss for measurement in measurements]
-    axes.plot(steps, losses, color=BLUE, linewidth=2, label="training")
-    axes.annotate(
-        f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (6, -10), textcoords="offset points", color=BLUE
+    colours = {"training": theme["mics"], "validation": theme["hsdp"]}
+    axes.plot(
+        _steps(measurements), losses, color=colours["training"], label=f"training, last {losses[-1]:.2f}"
     )
     if validations:
         at, values = zip(*validations, strict=True)
-        axes.plot(at, values, color=ORANGE, linewidth=1.2, marker="o", markersize=5, label="validation")
-        axes.annotate(
-            f"{values[-1]:.2f}", (at[-1], values[-1]), (6, 4), textcoords="offset points", color=ORANGE
+        axes.plot(
+            at, values, color=colours["validation"], marker="o", label=f"validation, last {values[-1]:.2f}"
         )
-    axes.set_title("Loss")
+    axes.set_title("Loss, nats per token")
     axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
-    axes.margins(x=0.06)
     axes.legend(loc="upper right")
 
 
-def _draw_memory(axes: Axes, measurements: Sequence[Measurement], *, on_gpu: bool) -> None:
-    steps = [measurement.step for measurement in measurements]
+def _draw_throughput(axes: Axes, measurements: Sequence[Measurement], theme: Theme) -> None:
+    speeds = [measurement.tokens_per_second for measurement in measurements]
+    axes.plot(_steps(measurements), speeds, color=theme["mics"])
+    axes.set_ylim(0, 1.15 * max(speeds))
+    axes.yaxis.set_major_formatter(lambda value, _: count(value))
+    axes.set_title("Throughput, tokens/s of all ranks")
+
+
+def _draw_memory(axes: Axes, measurements: Sequence[Measurement], theme: Theme, *, on_gpu: bool) -> None:
     scale = GIB if max(measurement.memory_nbytes for measurement in measurements) >= GIB else 2**20
+    unit = "GiB" if scale == GIB else "MiB"
     memory = [measurement.memory_nbytes / scale for measurement in measurements]
-    axes.fill_between(steps, memory, color=GREEN, alpha=0.25, linewidth=0)
-    axes.plot(steps, memory, color=GREEN, linewidth=2)
+    steps = _steps(measurements)
+    axes.fill_between(steps, memory, color=theme["fsdp2"], alpha=0.2, linewidth=0)
+    axes.plot(steps, memory, color=theme["fsdp2"])
     axes.set_ylim(0, max(memory) * 1.15)
-    axes.set_title(
-        "Memory of rank 0: peak of its tensors" if on_gpu else "Memory of rank 0: the whole process"
-    )
     axes.set_xlabel("step")
-    axes.set_ylabel("GiB" if scale == GIB else "MiB")
+    what = "GPU peak allocated" if on_gpu else "process memory (RSS)"
+    axes.set_title(f"Rank 0: {what}, {unit}")
 
 
-def _draw_bytes(axes: Axes, measurements: Sequence[Measurement]) -> None:
+def _draw_rate(axes: Axes, measurements: Sequence[Measurement], theme: Theme) -> None:
+    rates = [measurement.learning_rate for measurement in measurements]
+    axes.plot(_steps(measurements), rates, color=theme["optimizer"])
+    axes.set_ylim(0, 1.15 * max(*rates, 1e-30))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_title("Learning rate")
+    axes.set_xlabel("step")
+
+
+def _draw_bytes(axes: Axes, measurements: Sequence[Measurement], theme: Theme) -> None:
     """One bar for each kind of group: steps are alike, so their mean says more than a flat line."""
-    later = measurements[1:] or measurements  # the first one holds what happens only once
+    later = _later(measurements)
     bars = (
-        ("inside the\npartition group", BLUE, [measurement.partition_nbytes for measurement in later]),
-        ("across the\nreplication group", ORANGE, [measurement.replication_nbytes for measurement in later]),
+        ("partition\ngroup", "all-gather", [measurement.partition_nbytes for measurement in later]),
+        ("replicas", "hop 2", [measurement.replication_nbytes for measurement in later]),
     )
     means = [sum(values) / len(values) for _, _, values in bars]
-    axes.barh([name for name, _, _ in bars], means, color=[color for _, color, _ in bars], height=0.55)
+    axes.barh([name for name, _, _ in bars], means, color=[theme[role] for _, role, _ in bars], height=0.6)
     for position, mean in enumerate(means):
         axes.annotate(volume(mean), (mean, position), (6, 0), textcoords="offset points", va="center")
-    axes.set_xlim(0, max(*means, 1.0) * 1.3)
+    axes.set_xlim(0, max(*means, 1.0) * 1.35)
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title("Bytes that rank 0 sends per step")
+    axes.set_title("Rank 0: bytes sent per step to its")

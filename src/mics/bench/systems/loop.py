@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mics.bench.job import Job
+from mics.bench.phases import begin
 from mics.bench.systems.protocol import Batch, check_batches
 
 Microsteps = Callable[[Any, Sequence[Batch]], Iterator[Batch]]
@@ -49,10 +50,13 @@ class Loop:
     def step(self, batches: Sequence[Batch]) -> Tensor:
         check_batches(self._job, batches)
         losses = []
-        for tokens, targets in self._microsteps(self._model, batches):
+        for number, (tokens, targets) in enumerate(self._microsteps(self._model, batches)):
+            begin("forward", number)
             loss = self._model(tokens, targets) / len(batches)
+            begin("backward", number)
             loss.backward()
             losses.append(loss.detach())
+        begin("optimizer")
         if self._job.max_norm is not None:
             self._clip(self._model, self._job.max_norm)
         self._optimizer.step()

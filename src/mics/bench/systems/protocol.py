@@ -51,6 +51,10 @@ class System:
     about: str = ""
     """How it is set up, in a few words."""
 
+    def partition_size(self, job: Job, world_size: int) -> int:
+        """Ranks that together hold one copy of the parameters."""
+        return {"group": job.partition_size, "world": world_size, "none": 1}[self.partition]
+
 
 def check_batches(job: Job, batches: Sequence[Batch]) -> None:
     """Every system trains the same number of micro-steps, or the comparison means nothing."""

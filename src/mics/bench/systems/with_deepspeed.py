@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics.bench.job import Job
+from mics.bench.phases import begin
 from mics.bench.systems.find_deepspeed import find_deepspeed
 from mics.bench.systems.loop import adamw
 from mics.bench.systems.protocol import Batch, check_batches
@@ -57,9 +58,13 @@ class DeepSpeedTrainer:
     def step(self, batches: Sequence[Batch]) -> Tensor:
         check_batches(self._job, batches)
         losses = []
-        for tokens, targets in batches:
+        for number, (tokens, targets) in enumerate(batches):
+            begin("forward", number)
             loss = self._engine(tokens, targets)
+            begin("backward", number)
             self._engine.backward(loss)
+            if number == len(batches) - 1:
+                begin("optimizer")
             self._engine.step()  # the optimizer's, in the last micro-step only
             losses.append(loss.detach())
         return torch.stack(losses).mean()
