@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +221,35 @@ def test_an_emulated_network_is_seen_as_the_emulator_clocks_it() -> None:
         times = profile.report.times  # type: ignore[union-attr]
         assert blocked > 0.5
         assert times.exposed == pytest.approx(blocked, rel=0.03)
+
+
+def _write_files(folder: str) -> None:
+    torch.manual_seed(0)
+    model = mics.shard(GPT(SMALL), partition_size=2, activations=mics.Activations(checkpoint="unit"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = mics.profile(model, steps=2, warmup=0, folder=folder, show=False)
+    for _ in range(2):
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert profile.report is not None
+
+
+def test_files(tmp_path: Path) -> None:
+    run_ranks(4, _write_files, str(tmp_path / "here"), ranks_per_node=2)
+    events = json.loads((tmp_path / "here/rank-0.trace.json").read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"computation", "all-gather", "reduce-scatter", "between replicas", "all ranks"} <= tracks
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {"forward blocks.0", "recomputation blocks.0", "backward blocks.2"} <= {e["name"] for e in slices}
+    assert all(event["dur"] >= 0 for event in slices)
+    assert (tmp_path / "here/rank-0.png").stat().st_size > 10_000
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run_ranks(2, _write_files, str(tmp_path / "file"))
 
 
 def _profile_badly(options: dict[str, Any]) -> None:

@@ -21,7 +21,10 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mics.bench.phases import Phase, listening
+from mics.comm import join_world
 from mics.cost.collectives import Kind
+from mics.diagnostics.step_times import EXPOSED, stretches
+from mics.diagnostics.tape import HostClock, Tape
 from mics.emulator import Collective, Emulation
 from mics.emulator.device_links import RESERVE, WAIT
 from mics.utils.intervals import Interval, subtract, total, union
@@ -255,11 +258,16 @@ def _launched(events: Sequence[Any], name: str) -> list[int]:
 def _on_host(
     step: Callable[[], object], emulation: Emulation, partition_size: int | None
 ) -> tuple[Timeline, list[Collective]]:
-    """On a CPU everything but waiting for a collective counts as computing."""
+    """On a CPU everything but waiting for a collective counts as computing.
+
+    Systems wait for their collectives themselves. With mics a thread does, and the computation for that.
+    """
     begun: list[tuple[float, Phase | None]] = []
     emulation.clear()
     began = time.perf_counter()
-    with listening(lambda phase: begun.append((time.perf_counter() - began, phase))):
+    tape = Tape(HostClock(began))
+    listener = listening(lambda phase: begun.append((time.perf_counter() - began, phase)))
+    with listener, join_world().watching(tape):
         step()
     seconds = time.perf_counter() - began
     collectives = emulation.collectives()
@@ -272,8 +280,9 @@ def _on_host(
             start, end = found.times.start - began, found.times.end - began
             lanes[found.cost.link].append(_segment(found, start, end, phase, partition_size))
     waits = [(start - began, end - began) for start, end in emulation.blocked()]
-    stretches = [(0.0, None), *begun, (seconds, None)]
-    for (start, phase), (end, _) in pairwise(stretches):
+    waits += [(stretch.start, stretch.end) for stretch in stretches(*tape.read()) if stretch.kind in EXPOSED]
+    edges = [(0.0, None), *begun, (seconds, None)]
+    for (start, phase), (end, _) in pairwise(edges):
         lanes["compute"] += [
             Segment(name=str(phase or "compute"), start=at, end=until, phase=phase)
             for at, until in subtract([(start, end)], waits)

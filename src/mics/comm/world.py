@@ -20,7 +20,7 @@ from mics.comm.counter import TrafficCounter
 from mics.comm.group import GroupCollectives
 from mics.comm.host_group import HostGroup
 from mics.comm.journal import in_call
-from mics.comm.lanes import LanedCollectives, Lanes
+from mics.comm.lanes import LanedCollectives, Lanes, LaneWatch
 from mics.comm.liveness import Liveness
 from mics.comm.messages import meet, tag_of
 from mics.comm.protocol import Collectives
@@ -120,6 +120,18 @@ class World:
             timeout=self._timeout(),
             on_gpu=device.type == "cuda",
         )
+
+    @contextmanager
+    def watching(self, watch: LaneWatch) -> Iterator[None]:
+        """Inside, ``watch`` sees what all lanes do that are there already."""
+        watched = list(self._lanes.values())
+        for lanes in watched:
+            lanes.watch = watch
+        try:
+            yield
+        finally:
+            for lanes in watched:
+                lanes.watch = None
 
     def group(self, groups: Sequence[tuple[int, ...]], purpose: str = "") -> dist.ProcessGroup | None:
         """The process group of this rank among disjoint ``groups``; every rank calls with the same ones.

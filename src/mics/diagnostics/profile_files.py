@@ -8,19 +8,19 @@ from typing import Final
 
 from mics.diagnostics.step_times import (
     AGREEMENT,
+    COMPUTATION,
     EXPOSED,
     GATHER,
     HOP_1,
     HOP_2,
     OFFLOAD,
-    RECOMPUTATION,
     REFRESH,
     Stretch,
     kind_of,
 )
 from mics.diagnostics.tape import Done
 from mics.utils.intervals import Interval, subtract, union
-from mics.utils.trace import Slice, write_tracks
+from mics.utils.trace import TraceSlice, write_tracks
 
 _ROLES: Final = {
     GATHER: "all-gather",
@@ -29,7 +29,6 @@ _ROLES: Final = {
     REFRESH: "refresh",
     OFFLOAD: "host copy",
     AGREEMENT: "other",
-    RECOMPUTATION: "forward",
 }
 """What pictures call them, where that differs."""
 _LANES: Final = {
@@ -53,7 +52,7 @@ def write_profile_trace(
         facts = {"kind": work.work.kind, "for": kind_of(work.work)}
         name = f"{work.work.kind} {work.work.label}"
         tracks.setdefault(lane_name(work), []).append(
-            Slice(name, work.start - start, min(work.end, end) - start, facts)
+            TraceSlice(name, work.start - start, min(work.end, end) - start, facts)
         )
     write_tracks(file, tracks, title=title)
 
@@ -66,20 +65,24 @@ def draw_profile(
     from mics.utils.picture_style import LIGHT, picture
 
     start, end = window
-    inside = [found for found in cut if found.start >= start and found.end <= end]
-    compute: dict[str, list[Interval]] = {}
-    for found in inside:
-        if found.kind not in EXPOSED:
-            role = _ROLES.get(found.kind, found.kind)
-            compute.setdefault(role, []).append((found.start - start, found.end - start))
-    lanes = {"computation": compute}
+    lanes: dict[str, dict[str, list[Interval]]] = {"computation": {}}
+    waits: list[Interval] = []
+    for found in cut:
+        if found.start >= start and found.end <= end:
+            when = (found.start - start, found.end - start)
+            if found.kind in COMPUTATION:
+                lanes["computation"].setdefault(found.kind, []).append(when)
+            elif found.kind in EXPOSED:
+                waits.append(when)
     for work in _inside(works, window):
-        role = _ROLES[kind_of(work.work)]
         parts = lanes.setdefault(lane_name(work), {})
-        parts.setdefault(role, []).append((max(0.0, work.start - start), min(work.end, end) - start))
-    busy = {label: union(each for part in parts.values() for each in part) for label, parts in lanes.items()}
-    exposed = {label: subtract(times, busy["computation"]) for label, times in busy.items()}
-    del exposed["computation"]
+        when = (max(0.0, work.start - start), min(work.end, end) - start)
+        parts.setdefault(_ROLES[kind_of(work.work)], []).append(when)
+    elsewhere = subtract([(0.0, end - start)], waits)
+    exposed = {
+        label: subtract((each for part in parts.values() for each in part), elsewhere)
+        for label, parts in lanes.items()
+    }
     for parts in lanes.values():
         for role, intervals in parts.items():
             parts[role] = union(intervals)
@@ -101,10 +104,10 @@ def lane_name(work: Done) -> str:
     return _LANES[name] + stages[stage] if name in _LANES else work.work.lane
 
 
-def _slice(found: Stretch, start: float) -> Slice:
+def _slice(found: Stretch, start: float) -> TraceSlice:
     name = found.kind if found.kind in EXPOSED else f"{found.kind} {found.module}".strip()
     facts = {"module": found.module, "for": found.label}
-    return Slice(
+    return TraceSlice(
         name, found.start - start, found.end - start, {key: value for key, value in facts.items() if value}
     )
 

@@ -75,8 +75,8 @@ class Clock(Protocol):
 class HostClock:
     """This process's."""
 
-    def __init__(self) -> None:
-        self._origin = time.perf_counter()
+    def __init__(self, origin: float | None = None) -> None:
+        self._origin = time.perf_counter() if origin is None else origin
 
     def mark(self) -> float:
         return time.perf_counter()

@@ -123,14 +123,17 @@ class Fabric:
         ]
 
     def blocked(self) -> list[tuple[float, float]]:
-        """When the host stood still for a collective on CPU tensors."""
+        """When the thread that computes stood still for a collective on CPU tensors."""
         return list(self._blocked)
 
     def wait_on_host(self, end: float) -> None:
         began = time.perf_counter()
         if began < end:
             self._host.wait_until(end)
-            self._blocked.append((began, time.perf_counter()))
+            if (
+                threading.current_thread() is threading.main_thread()
+            ):  # a lane's thread waits beside the computation
+                self._blocked.append((began, time.perf_counter()))
 
     def _device_links(self, device: torch.device) -> DeviceLinks:
         if self._device is None:

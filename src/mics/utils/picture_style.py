@@ -88,6 +88,7 @@ LIGHT: Final = Theme(
     grid="#e3e7eb",
     colours={
         "forward": "#56b4e9",
+        "recomputation": "#9fb8d0",
         "backward": "#0a6ab0",
         "optimizer": "#cc79a7",
         "all-gather": "#009e73",
@@ -115,6 +116,7 @@ DARK: Final = Theme(
     grid="#2a313a",
     colours={
         "forward": "#8ad0f7",
+        "recomputation": "#62798f",
         "backward": "#3183cb",
         "optimizer": "#e39bc4",
         "all-gather": "#2cc495",
@@ -138,6 +140,7 @@ THEMES: Final = (LIGHT, DARK)
 
 WORDS: Final[Mapping[str, str]] = {
     "forward": "forward",
+    "recomputation": "recomputation",
     "backward": "backward",
     "optimizer": "optimizer",
     "all-gather": "all-gather of parameters",

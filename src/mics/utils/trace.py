@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Slice(NamedTuple):
+class TraceSlice(NamedTuple):
     """Something that took time on a track. Seconds."""
 
     name: str
@@ -17,7 +17,7 @@ class Slice(NamedTuple):
     facts: Mapping[str, str] = {}
 
 
-def write_tracks(file: Path, tracks: Mapping[str, Sequence[Slice]], *, title: str) -> None:
+def write_tracks(file: Path, tracks: Mapping[str, Sequence[TraceSlice]], *, title: str) -> None:
     """Write a trace with these tracks, the first on top."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}},
@@ -27,7 +27,7 @@ def write_tracks(file: Path, tracks: Mapping[str, Sequence[Slice]], *, title: st
     file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _track(number: int, name: str, slices: Sequence[Slice]) -> Iterator[dict[str, Any]]:
+def _track(number: int, name: str, slices: Sequence[TraceSlice]) -> Iterator[dict[str, Any]]:
     track = {"pid": 0, "tid": number}
     yield {"ph": "M", **track, "name": "thread_name", "args": {"name": name}}
     yield {"ph": "M", **track, "name": "thread_sort_index", "args": {"sort_index": number}}
