@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -89,7 +90,8 @@ def compare(arguments: argparse.Namespace, partition_size: int) -> None:
         assert profile._tape is not None
         marks = profile._tape.num_marks / NUM_STEPS
         cost = statistics.median(on) / statistics.median(off) - 1
-        profile = mics.profile(model, steps=NUM_STEPS, warmup=0, folder=None, show=False)
+        folder = arguments.out / f"p{partition_size}"
+        profile = mics.profile(model, steps=NUM_STEPS, warmup=0, folder=folder, show=False)
         timeline, _ = record(lambda: [step() for _ in range(NUM_STEPS)], emulation, device)
         assert profile.report is not None
         times = profile.report.times
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--cluster", default="benchmarks/clusters/ordinary.yaml:64")
     parser.add_argument("--partition-size", type=int, nargs="+", default=[8, 512])
     parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/profile-accuracy"))
     arguments = parser.parse_args()
     for size in arguments.partition_size:
         compare(arguments, size)
