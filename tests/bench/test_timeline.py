@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,13 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mics
-from mics.bench.picture import draw_scaling, draw_systems, draw_timeline
-from mics.bench.timeline import LANES, Segment, Timeline, _from_kernels, exposure, record
+from mics.bench.job import Job
+from mics.bench.phases import Phase, PhaseKind
+from mics.bench.picture import Bar, draw_scaling, draw_systems, draw_timeline
+from mics.bench.plan import Run
+from mics.bench.provenance import step_subtitle, step_title
+from mics.bench.systems import SYSTEMS
+from mics.bench.timeline import LANES, LINKS, Segment, Timeline, _from_kernels, exposure, record, role_of
 from mics.bench.trace import write_trace
 from mics.cost.collectives import Cost, Kind
 from mics.emulator import Collective
 from mics.emulator.log import Times
+from mics.models import GPTConfig
 from mics.utils.intervals import Interval, subtract, total, union
+from mics.utils.picture_style import THEMES, Theme
+from tests.pictures import readable
 
 _TICKS = 40
 _INTERVALS = st.lists(
@@ -123,6 +131,149 @@ def test_kernels_find_their_lanes() -> None:
     assert found.lanes["from host"] == []
 
 
+def test_kernels_find_their_phase() -> None:
+    """By the mark that was launched before them, whenever and on whatever stream they ran."""
+    events = [
+        _Kernel("void spin_kernel(long)", 1, 0, 1, 10),
+        _Kernel("forward", 1, 1, 100, 11),
+        _Kernel("mics_link_reserve", 2, 90, 91, 13),
+        _Kernel("backward", 1, 100, 300, 14),  # launched by another thread, after the mark
+        _Kernel("mics_link_wait", 2, 91, 250, 15),
+        _Kernel("void spin_kernel(long)", 1, 300, 301, 12),
+        _Kernel("void spin_kernel(long)", 1, 301, 302, 20),
+        _Kernel("cast", 3, 280, 400, 16),  # still of the backward, beside the optimizer
+        _Kernel("adam", 1, 302, 500, 21),
+    ]
+    collectives = [_collective(Kind.ALL_TO_ALL, Cost(inter_seconds=1e-7))]
+    phases = [Phase("forward"), Phase("backward"), Phase("optimizer")]
+    found = _from_kernels(events, collectives, phases, partition_size=4)
+    assert [(s.name, str(s.phase)) for s in found.lanes["compute"]] == [
+        ("forward", "forward 1"), ("backward", "backward 1"), ("cast", "backward 1"), ("adam", "optimizer")
+    ]  # fmt: skip
+    assert [s.role for s in found.lanes["inter"]] == ["hop 2"]
+    _check_division(found)
+    assert found.by_phase()[phases[2]] == [(pytest.approx(400e-9), pytest.approx(500e-9))]
+    assert [str(s.phase) for s in found.phases()] == ["forward 1", "backward 1", "optimizer"]
+
+
+def _check_division(timeline: Timeline) -> None:
+    """Phases do not overlap, and together they are all of the computing; so do and are roles of a link."""
+    for parts, lane in [
+        (timeline.by_phase(), "compute"),
+        *((timeline.by_role(link), link) for link in LINKS),
+    ]:
+        every = sorted(interval for intervals in parts.values() for interval in intervals)
+        assert all(early[1] <= late[0] for early, late in pairwise(every))
+        assert total(every) == pytest.approx(total(timeline.busy(lane)))
+    for before, after in pairwise(timeline.phases()):
+        assert before.end <= after.start
+
+
+_STRIDES = st.tuples(st.sampled_from(Kind), st.sampled_from(["forward", "backward", "optimizer"]))
+
+
+@given(segments=st.lists(st.tuples(_STRIDES, st.tuples(st.integers(0, 40), st.integers(1, 40))), max_size=12))
+def test_time_is_divided_among_phases_and_roles(
+    segments: list[tuple[tuple[Kind, PhaseKind], tuple[int, int]]],
+) -> None:
+    lanes: dict[str, list[Segment]] = {lane: [] for lane in LANES}
+    for (kind, phase), (start, length) in segments:
+        role = role_of(_collective(kind, Cost()), Phase(phase), 4)
+        for lane in ("compute", "inter"):
+            lanes[lane].append(
+                Segment(name=kind, start=start, end=start + length, phase=Phase(phase), role=role)
+            )
+    _check_division(Timeline(seconds=100, lanes=lanes))
+
+
+def test_what_collectives_are_for() -> None:
+    """Replicas are a partition size apart; what they exchange depends on when."""
+    inside = _collective(Kind.ALL_GATHER, Cost())
+    replicas = replace(inside, stride=8)
+    assert role_of(inside, None, 8) == "all-gather" and role_of(replicas, None, 8) == "refresh"
+    assert role_of(replace(inside, kind=Kind.REDUCE_SCATTER), None, 8) == "reduce-scatter"
+    assert role_of(replace(replicas, kind=Kind.REDUCE_SCATTER), None, 8) == "hop 2"
+    exchange = replace(replicas, kind=Kind.ALL_TO_ALL)
+    assert role_of(exchange, Phase("backward", 1), 8) == "hop 2"
+    assert role_of(exchange, Phase("optimizer"), 8) == role_of(exchange, Phase("forward"), 8) == "refresh"
+    norm = replace(inside, kind=Kind.ALL_REDUCE, nbytes=4)
+    assert role_of(norm, None, 8) == "other" and role_of(replace(norm, nbytes=1 << 20), None, 8) == "hop 2"
+
+
+_JOB = Job(
+    model=GPTConfig(num_layers=2, num_heads=1, hidden_size=64, vocab_size=512, seq_len=16),
+    partition_size=2,
+    micro_batch=1,
+    accumulation=2,
+    checkpoint=False,
+    param_dtype="float32",
+    reduce_dtype="float32",
+    device="cpu",
+    max_norm=1.0,
+)
+
+
+@pytest.mark.parametrize("name", ["mics", "hsdp", "fsdp2", "ddp"])
+def test_phases_of_every_system(name: str, tmp_path: Path) -> None:
+    """Both micro-batches and the optimizer, in order; collectives have roles; trace and picture say so."""
+    run = Run(number=0, system=name, job=_JOB, world_size=4, cluster=_CLUSTER)
+    system = SYSTEMS[name]
+    tokens = torch.randint(0, 512, (2, 1, 17), device="cpu")
+    batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in tokens]
+    with mics.emulate(_CLUSTER) as emulation:
+        trainer = system.build(_JOB)
+        trainer.step(batches)
+        timeline, collectives = record(
+            lambda: trainer.step(batches),
+            emulation,
+            torch.device("cpu"),
+            partition_size=system.partition_size(_JOB, 4),
+        )
+        trainer.close()
+    assert [segment.name for segment in timeline.phases()] == [
+        "forward 1", "backward 1", "forward 2", "backward 2", "optimizer"
+    ]  # fmt: skip
+    assert len(timeline.micro_batches()) == 2
+    _check_division(timeline)
+    assert total(timeline.busy("compute")) <= timeline.seconds
+    roles = {segment.role for link in LINKS for segment in timeline.lanes[link]} - {"other"}
+    assert (
+        roles
+        == {
+            "mics": {"all-gather", "reduce-scatter", "hop 2", "refresh"},
+            "hsdp": {"all-gather", "reduce-scatter", "hop 2"},
+            "fsdp2": {"all-gather", "reduce-scatter"},
+            "ddp": {"hop 2"},
+        }[name]
+    )
+    write_trace(tmp_path / "t.json", timeline, title="here")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X" and e["tid"] == 0][:2] == ["forward 1", "backward 1"]
+    with readable() as words:
+        found = exposure(timeline, collectives, ranks_per_node=2)
+        draw_timeline(
+            tmp_path / "t.png", timeline, found, title=step_title(run, system), subtitle=step_subtitle(run)
+        )
+    said = " ".join(" ".join(words).split())
+    for part in (
+        f"{name} on 2 x lab (4 GPUs)",
+        "2 micro-batches: step ",
+        "micro-batch 2",
+        "a CPU (",
+        "backward",
+    ):
+        assert part.lower() in said.lower(), part
+
+
+_CLUSTER = mics.Cluster(
+    name="lab",
+    num_nodes=2,
+    ranks_per_node=2,
+    intra=mics.Link(bandwidth=1e9, latency=1e-5),
+    inter=mics.Link(bandwidth=1e8, latency=1e-4),
+)
+
+
 def test_a_step_on_the_cpu(tmp_path: Path) -> None:
     """Recorded for real: waiting is exposed, and the trace and the picture can be read."""
     cluster = mics.Cluster(
@@ -140,9 +291,32 @@ def test_a_step_on_the_cpu(tmp_path: Path) -> None:
     assert timeline.seconds >= 10e-3
     write_trace(tmp_path / "t.json", timeline, title="here")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == set(LANES)
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"phase", *LANES}
     assert any(e["ph"] == "X" and e["name"] == "all_reduce" for e in events)
-    draw_timeline(tmp_path / "t.png", timeline, found, title="here")
-    draw_systems(tmp_path / "s.png", {"a": (2.0, 1.0, 3.0)}, title="t", label="ms")
-    draw_scaling(tmp_path / "g.png", {"a": [(8, 1.0), (16, 2.0), (32, 1.5)]}, title="t", label="x")
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("t.png", "s.png", "g.png"))
+    with readable() as words:
+        draw_timeline(tmp_path / "t.png", timeline, found, title="here")
+    assert "micro-batch 1" not in words
+    assert (tmp_path / "t.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
+def test_comparisons_can_be_read(tmp_path: Path, theme: Theme) -> None:
+    """Bars of several settings with close values, and lines that end side by side."""
+    bars = [
+        Bar(system=system, name=system, setting=setting, median=ms, low=0.9 * ms, high=1.3 * ms)
+        for setting in (
+            "1 x p4d.24xlarge (8 GPUs), partition size 8",
+            "2 x p4d.24xlarge (16 GPUs), partition size 8",
+        )
+        for system, ms in [("mics", 1234.5), ("hsdp", 1240.0), ("deepspeed-zero3", 12.0)]
+    ]
+    curves = {
+        "mics": [(8, 400.0), (16, 399.0), (512, 390.0)],
+        "hsdp": [(8, 401.0), (16, 399.0), (512, 389.0)],
+        "hsdp-kept": [(8, 401.0), (16, 399.0)],
+    }
+    with readable() as words:
+        draw_systems(tmp_path / "s.png", bars, title="t", label="ms", theme=theme)
+        draw_scaling(tmp_path / "g.png", curves, title="t", label="TFLOP/s", theme=theme)
+        draw_systems(tmp_path / "n.png", [], title="nothing ran", label="ms", theme=theme)
+    assert "1,234" in words and "mics: 390" in words and "hsdp-kept: 399 at 16 GPUs" in words

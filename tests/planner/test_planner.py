@@ -36,7 +36,9 @@ from mics.planner.search import (
 )
 from mics.planner.systems import SYSTEMS, Prediction, predict, predict_quickly
 from mics.planner.text import advice
+from mics.utils.picture_style import LIGHT
 from tests import pairwise
+from tests.pictures import readable
 from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(num_layers=5, num_heads=4, hidden_size=64, vocab_size=512, seq_len=32, rotary=False)
@@ -344,7 +346,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert words in shown
     assert main([*request, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
     assert "never, failures come faster" in capsys.readouterr().out
-    assert main([*request, "--json", "--html", str(page)]) == 0
+    with readable() as words:
+        assert main([*request, "--json", "--html", str(page)]) == 0
+    assert any(word.startswith("usable ") for word in words) and "forward" in words and "backward" in words
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] > 12e9
     assert found["choices"][0]["memory_peak"] <= found["cluster"]["memory_nbytes"]
@@ -357,6 +361,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert text.count("<svg") == 4
     assert "http-equiv" not in text
     assert "<script" not in text
+    assert "gpt-13b on 4 x p4d.24xlarge (32 GPUs)" in text
+    assert "GPUs together hold one copy of parameters and gradients." in text and "(replicas)" in text
+    assert "prefers-color-scheme: dark" in text and "fill: var(--forward)" in text
+    assert LIGHT["forward"] not in text.partition("</style>")[2]
+
+
+def test_the_page_says_once_what_all_choices_share(tmp_path: Path) -> None:
+    """No column of equal figures: a sentence has them."""
+    file = tmp_path / "report.html"
+    request = ["plan", "--model", "gpt-1t", "--cluster", "p4de.24xlarge:64", "--global-batch", "4096"]
+    with readable() as words:
+        assert main([*request, "--html", str(file)]) == 0
+    text = file.read_text()
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", text)
+    assert heads == ["partition size", "replicas", "GiB"]
+    assert re.search(r"The same for all of them: 8 sequences per GPU and micro-step, .* s per step", text)
+    assert "the smallest partition size is first" in text
+    assert "activations to host memory and back" in words
 
 
 @pytest.mark.parametrize(
@@ -434,7 +456,10 @@ def _flat(capsys: pytest.CaptureFixture[str]) -> str:
 def test_numbers_of_nodes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     nodes = ["--nodes", "4", "1", "2", "--global-batch-tokens", "1M", "--tokens", "100B", "--price", "32"]
-    assert main([*REQUEST, *nodes, "--html", str(page)]) == 0
+    with readable() as words:
+        assert main([*REQUEST, *nodes, "--html", str(page)]) == 0
+    assert "Days of training" in words and "Dollars" in words
+    assert len([word for word in words if word.endswith(", advised")]) == 2
     shown = _flat(capsys)
     for words in (
         "global batch 983,040 tokens = 480 sequences of 2,048 (1 M rounded by -1.7%)",

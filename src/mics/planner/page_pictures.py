@@ -159,7 +159,8 @@ def _over_nodes(
             (right, up),
             textcoords="offset points",
             ha=side,
-            va="bottom" if up > 0 else "top",
+            va="bottom" if up > 0 else "top" if up < 0 else "center",
+            annotation_clip=False,
             fontweight="bold" if number == advised else "normal",
         )
     axes.set_xscale("log", base=2)
@@ -174,10 +175,10 @@ def _beside(
     values: Sequence[float], number: int
 ) -> tuple[tuple[float, float], Literal["left", "center", "right"]]:
     """Where a point's value does not meet the line: points to the right and up, and which end is there."""
-    if number == 0:
-        return (0, 11), "left"
     if number == len(values) - 1:
-        return (0, 11), "right"
+        return (13, 0), "left"
+    if number == 0:
+        return (0, 11 if values[0] > values[1] else -11), "left"
     before, here, after = values[number - 1 : number + 2]
     if here <= min(before, after):
         return (0, -11), "center"
