@@ -92,9 +92,13 @@ def test_long_work_has_a_line_every_so_often_in_a_file() -> None:
 
 
 def test_an_error_inside_passes_and_ends_the_thread() -> None:
-    with pytest.raises(KeyboardInterrupt), long_work("verify", 1, stream=io.StringIO(), interval=0.01):
-        time.sleep(0.03)
-        raise KeyboardInterrupt
+    def fail() -> None:
+        with long_work("verify", 1, stream=io.StringIO(), interval=0.01):
+            time.sleep(0.03)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
     assert "mics-progress" not in {thread.name for thread in threading.enumerate()}
 
 

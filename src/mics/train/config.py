@@ -152,9 +152,7 @@ class ReportSettings:
     progress: Literal["auto", "lines", "none"] = "auto"
     """auto: a live display in a terminal, a plain line every few seconds elsewhere; lines: plain lines
     always; none: no progress."""
-    logger: Annotated[
-        Literal["none", "tensorboard", "wandb"], tyro.conf.arg(aliases=["--logger"])
-    ] = "none"
+    logger: Annotated[Literal["none", "tensorboard", "wandb"], tyro.conf.arg(aliases=["--logger"])] = "none"
     """Where measurements go besides metrics.jsonl: TensorBoard events in <output-dir>/<name>/tensorboard, or
     Weights & Biases."""
     interval: int = 5
