@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ def _train(args: Sequence[str]) -> int:
 
     config = parse_train_config(args)
     require("plot", "the picture of a run")  # now, not when all is trained
+    if config.report.logger != "none":
+        require(config.report.logger, f"--logger {config.report.logger}")
     if "RANK" not in os.environ:  # no launcher made this process a rank
         from mics.train.launch import launch
 
@@ -83,7 +87,29 @@ COMMANDS: Final = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``mics``."""
+    """Entry point of ``mics``. If nobody reads what it prints, it ends quietly, as others do (``| head``)."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where the error can be caught
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        # Nor may the interpreter's own flush at the end complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _is_unread() -> bool:
+    """Whether stdout is a pipe that nobody reads: other things break too."""
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
         require("cli", f"mics {arguments.command}")

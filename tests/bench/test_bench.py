@@ -59,6 +59,20 @@ def test_plans_and_outcomes_travel(tmp_path: Path) -> None:
     assert Outcome.from_line(outcome.as_line()) == outcome
 
 
+class _Shown:
+    """What is seen of the runs."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.over = 0.0
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def advance(self, amount: float = 1) -> None:
+        self.over += amount
+
+
 _WORKER = """
 import json, os, sys, time
 results, numbers = sys.argv[2], [int(n) for n in sys.argv[3].split(",")]
@@ -83,23 +97,26 @@ def test_a_run_that_crashes_or_hangs_does_not_take_the_others_along(tmp_path: Pa
     worker.write_text(_WORKER)
     plan = _plan(interleave(["mics", "fsdp2", "hsdp", "ddp"], [(JOB, 4)], repeats=1, record=False), tmp_path)
     launcher: Launcher = lambda arguments: [sys.executable, str(worker), *arguments[2:]]  # noqa: E731
-    said: list[str] = []
-    outcomes = supervise(plan, launcher, timeout=3, say=said.append)
+    shown = _Shown()
+    outcomes = supervise(plan, launcher, timeout=3, show=shown)
     assert [outcome.number for outcome in outcomes] == [0, 1, 2, 3]
     errors = [outcome.error for outcome in outcomes]
     assert errors[0] is None and errors[3] is None
     assert errors[1] == "exit status 3: RuntimeError: no more memory"
     assert errors[2] is not None and "nothing happened for 3 s" in errors[2]
-    assert "[1/4] run" in said and "[4/4] run" in said
+    assert "[1/4] run" in shown.said and "[4/4] run" in shown.said
+    assert shown.over == 4
 
 
 def test_a_worker_that_never_starts_ends(tmp_path: Path) -> None:
     plan = _plan(interleave(["mics", "ddp"], [(JOB, 4)], repeats=1, record=False), tmp_path)
     launcher: Launcher = lambda arguments: [sys.executable, "-c", "raise SystemExit(7)"]  # noqa: E731
-    outcomes = supervise(plan, launcher, timeout=3, say=lambda line: None)
+    shown = _Shown()
+    outcomes = supervise(plan, launcher, timeout=3, show=shown)
     assert [outcome.error for outcome in outcomes] == ["exit status 7: no output"] * 2
+    assert shown.over == 2
     launcher = lambda arguments: [sys.executable, "-c", ""]  # noqa: E731
-    outcomes = supervise(plan, launcher, timeout=3, say=lambda line: None)
+    outcomes = supervise(plan, launcher, timeout=3, show=_Shown())
     assert [outcome.error for outcome in outcomes] == ["ended without a result"] * 2
 
 

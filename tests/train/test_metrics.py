@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from rich.console import Console
 
-from mics.train.display import Display, format_measurement
+from mics.comm import Traffic
+from mics.layout.topology import Topology, plan_topology
 from mics.train.hardware import memory_nbytes, peak_tflops
 from mics.train.learning_rate import learning_rate_share
-from mics.train.metrics import Measurement, Speedometer
+from mics.train.metrics import Measurement, SentBytes, Speedometer, sent_bytes
 
 
 def make_measurement(step: int, *, loss: float = 2.5, mfu: float | None = None) -> Measurement:
@@ -25,6 +25,8 @@ def make_measurement(step: int, *, loss: float = 2.5, mfu: float | None = None) 
         replication_nbytes=765_000,
         memory_nbytes=400_000_000,
         seconds=float(step),
+        intra_nbytes=4_590_000,
+        inter_nbytes=765_000,
     )
 
 
@@ -74,24 +76,35 @@ def test_a_run_shorter_than_its_warm_up_works(num_steps: int) -> None:
         assert 0 < learning_rate_share(step, num_steps=num_steps, warmup_steps=10, final_share=0.1) <= 1
 
 
-def test_a_line_has_all_numbers_and_mfu_only_where_known() -> None:
-    """The live line names both kinds of groups; an unknown peak leaves no empty place."""
-    line = format_measurement(make_measurement(3), validation_loss=None)
-    assert line == (
-        "loss 2.500 | norm 0.50 | 12,346 tokens/s | 0.0123 TFLOP/s | "
-        "moved 4.59 MB partition + 765 kB replication"
-    )
-    assert "MFU 43.2%" in format_measurement(make_measurement(3, mfu=0.4321), validation_loss=2.0)
+def _sent(topology: Topology, **nbytes: int) -> tuple[int, int]:
+    """Bytes of rank 0 inside its node and to others, of what each axis sent."""
+    traffic = Traffic(calls={}, nbytes={(axis, "any"): number for axis, number in nbytes.items()})
+    found = sent_bytes(traffic, topology, 0)
+    assert found.partition_nbytes == nbytes.get("partition", 0)
+    return found.intra_nbytes, found.inter_nbytes
 
 
-def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """First and last step are printed; steps shortly after another are not; no control characters."""
-    with Display(Console(force_terminal=False), num_steps=3) as display:
-        for step in (1, 2, 3):
-            display.update(make_measurement(step), validation_loss=None)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in lines] == ["step 1/3", "step 3/3"]
-    assert all(line.isprintable() for line in lines)
+def test_bytes_are_counted_by_the_link_they_take() -> None:
+    """Two nodes of two: groups in a node, groups over both in two stages or in one, and replicas."""
+    nodes = (0, 0, 1, 1)
+    inside = plan_topology(nodes, partition_size=2)
+    assert _sent(inside, partition=100, replication=30, world=9) == (100 + 3, 30 + 6)
+    over_both = plan_topology(nodes, partition_size=4)
+    assert over_both.stages(0) is not None
+    assert _sent(over_both, partition=100, intra=70, inter=20) == (70, 20)
+    flat = plan_topology(nodes, partition_size=4, hierarchical=False)
+    assert _sent(flat, partition=90) == (30, 60)  # two of its three peers are elsewhere
+    whole = plan_topology(nodes, partition_size=1)
+    assert _sent(whole, replication=90) == (30, 60)
+    alone = plan_topology((0,), partition_size=1)
+    assert _sent(alone, partition=0) == (0, 0)
+
+
+def test_bytes_of_a_step_are_a_mean() -> None:
+    before = SentBytes(partition_nbytes=10, intra_nbytes=10)
+    after = SentBytes(partition_nbytes=40, intra_nbytes=50, inter_nbytes=3)
+    expected = {"partition_nbytes": 15, "replication_nbytes": 0, "intra_nbytes": 20, "inter_nbytes": 2}
+    assert (after - before).per_step(2) == expected
 
 
 def test_the_memory_of_this_process_is_plausible() -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -42,6 +43,9 @@ from mics.train.hardware import peak_tflops
 from mics.utils.command_line import parse
 from mics.utils.extras import require
 from mics.utils.numbers import plural
+from mics.utils.progress import long_work
+
+_LINE_SECONDS: Final = 15.0  # each run has a line of its own too
 
 
 def bench(args: Sequence[str]) -> int:
@@ -63,17 +67,11 @@ def bench(args: Sequence[str]) -> int:
         if outcomes is None:
             return 0
     else:
-        console = Console(stderr=True)
         launcher, cwd = _launcher(config)
         before = signal.signal(signal.SIGTERM, _leave)  # so that what was started is ended
         try:
-            outcomes = supervise(
-                plan,
-                launcher,
-                timeout=config.timeout,
-                say=lambda line: console.print(line, markup=False),
-                cwd=cwd,
-            )
+            with long_work("bench", len(plan.runs), unit="runs", interval=_LINE_SECONDS) as work:
+                outcomes = supervise(plan, launcher, timeout=config.timeout, show=work, cwd=cwd)
         finally:
             signal.signal(signal.SIGTERM, before)
     rows = summarise(plan.runs, outcomes, _peak())

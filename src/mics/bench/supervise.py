@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from mics.bench.plan import Outcome, RunPlan
 from mics.bench.systems import SYSTEMS
@@ -33,8 +34,18 @@ def in_ranks(num_ranks: int) -> Launcher:
     return launch
 
 
+class Showing(Protocol):
+    """Whoever looks at the runs."""
+
+    def say(self, text: str) -> None:
+        """A line about them."""
+
+    def advance(self, amount: float = 1) -> None:
+        """So many more are over, well or not."""
+
+
 def supervise(
-    plan: RunPlan, launcher: Launcher, *, timeout: float, say: Callable[[str], None], cwd: Path | None = None
+    plan: RunPlan, launcher: Launcher, *, timeout: float, show: Showing, cwd: Path | None = None
 ) -> list[Outcome]:
     """Make all runs. A run that crashes or hangs is an outcome with an error, and the others still happen."""
     outcomes: dict[int, Outcome] = {}
@@ -49,7 +60,7 @@ def supervise(
             results, log = Path(scratch) / f"results-{attempt}", Path(scratch) / f"log-{attempt}"
             chosen = ",".join(map(str, numbers))
             command = launcher(["-m", "mics.bench.worker", str(file), str(results), chosen])
-            problem = _run(command, results, log, timeout=timeout, say=say, cwd=cwd)
+            problem = _run(command, results, log, timeout=timeout, show=show, cwd=cwd)
             started, found = read_results(results)
             outcomes.update(found)
             broken = [number for number in started if number not in found]
@@ -57,7 +68,8 @@ def supervise(
                 broken = numbers[:1]  # it never got to the first
             for number in broken:
                 outcomes[number] = Outcome(number=number, error=problem or "ended without a result")
-                say(f"{plan.runs[number].row}: {outcomes[number].error}")
+                show.say(f"{plan.runs[number].row}: {outcomes[number].error}")
+            show.advance(len(broken))
             left = [number for number in left if number not in outcomes]
     return [outcomes[run.number] for run in plan.runs]
 
@@ -81,7 +93,7 @@ def _run(
     log: Path,
     *,
     timeout: float,
-    say: Callable[[str], None],
+    show: Showing,
     cwd: Path | None,
 ) -> str | None:
     """Run to the end, or until no result has come for ``timeout`` seconds. What went wrong, if it did."""
@@ -89,14 +101,16 @@ def _run(
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, cwd=cwd, start_new_session=True, env=_environment()
         )
-    began, shown = time.time(), 0
+    began, shown, over = time.time(), 0, 0
     try:
         while True:
             try:
                 status: int | None = process.wait(timeout=0.5)
             except subprocess.TimeoutExpired:
                 status = None
-            shown = _show(log, shown, say)
+            shown = _show(log, shown, show.say)
+            before, over = over, _num_over(results)
+            show.advance(over - before)
             if status is not None:
                 return None if status == 0 else _reason(log, status)
             if time.time() - max(began, _changed(results), _changed(log)) > timeout:
@@ -118,6 +132,12 @@ def _environment() -> dict[str, str]:
 
 def _changed(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
+
+
+def _num_over(results: Path) -> int:
+    """Runs that have a result; the last line may be half written."""
+    lines = results.read_bytes().split(b"\n")[:-1] if results.exists() else []
+    return sum(not line.startswith(b'{"started"') for line in lines)
 
 
 def _show(log: Path, shown: int, say: Callable[[str], None]) -> int:

@@ -7,15 +7,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn as Speed
 
 from mics.checkpoint.blocks import verify_file
 from mics.checkpoint.exporting import plan_export, write_export
@@ -26,6 +23,7 @@ from mics.checkpoint.records import Index
 from mics.checkpoint.tables import tables_of
 from mics.errors import CheckpointError, SettingsError
 from mics.utils.numbers import volume
+from mics.utils.progress import long_work
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "keep": None}
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -83,8 +81,8 @@ def verify(path: _Source) -> int:
     """
     folder, index = _open(path)
     nbytes = sum(file.nbytes for file in index.files.values())
-    with _progress("verify", nbytes) as advance:
-        torn = [*_torn_files(folder, index, advance), *_torn_items(folder, index)]
+    with long_work("verify", nbytes) as work:
+        torn = [*_torn_files(folder, index, work.advance), *_torn_items(folder, index)]
     for problem in torn:
         print(problem, file=sys.stderr)
     if torn:
@@ -116,8 +114,8 @@ def export(
     most = parse_size(shard_size)
     folder, index = _open(path)
     exporting = plan_export(folder, index, dtype=_DTYPES[dtype], shard_nbytes=most)
-    with _progress("export", exporting.nbytes) as advance:
-        write_export(exporting, out, config=config, progress=advance)
+    with long_work("export", exporting.nbytes) as work:
+        write_export(exporting, out, config=config, progress=work.advance)
     written = sum(tensor.nbytes for file in exporting.files.values() for tensor in file)
     print(
         f"written: {out}: {len(exporting.called):,} tensors, {volume(written)}, {len(exporting.files)} files"
@@ -141,8 +139,8 @@ def import_(
     """
     folder, index = _open(path)
     nbytes = sum(tensor.nbytes for tensor in index.tensors.values())
-    with _progress("import", nbytes) as advance:
-        import_safetensors(folder, index, out, progress=advance)
+    with long_work("import", nbytes) as work:
+        import_safetensors(folder, index, out, progress=work.advance)
     print(f"written: {out}: {len(index.tensors):,} tensors, {volume(nbytes)}")
     return 0
 
@@ -184,13 +182,3 @@ def _torn_items(folder: Path, index: Index) -> Iterator[str]:
                 located(folder, name, tensor.dtype, chunk)
             except (CheckpointError, OSError) as error:
                 yield str(error)
-
-
-@contextmanager
-def _progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=nbytes)
-        yield lambda count: progress.advance(task, count)

@@ -100,9 +100,9 @@ def write_export(
     beside = [] if config is None else _beside(config)
     try:
         partial = folders.begin(out)
-        reader = PartReader(exporting.folder, exporting.index, progress)
+        reader = PartReader(exporting.folder, exporting.index)
         for name, planned in exporting.files.items():
-            _write_file(partial / name, planned, exporting, reader)
+            _write_file(partial / name, planned, exporting, reader, progress)
         write_durably(partial / MAP_NAME, map_text(exporting.files).encode())
         for file in beside:
             shutil.copyfile(file, partial / (_CONFIG if file == config else file.name))
@@ -118,7 +118,13 @@ def write_export(
         raise
 
 
-def _write_file(path: Path, planned: Sequence[Planned], exporting: Exporting, reader: PartReader) -> None:
+def _write_file(
+    path: Path,
+    planned: Sequence[Planned],
+    exporting: Exporting,
+    reader: PartReader,
+    progress: Callable[[int], None] | None,
+) -> None:
     beginning, places, length = plan_file(planned)
     with path.open("w+b") as file:
         os.posix_fallocate(file.fileno(), 0, length)  # a full disk is an error here, not a signal later
@@ -129,7 +135,7 @@ def _write_file(path: Path, planned: Sequence[Planned], exporting: Exporting, re
             for tensor in planned
             if tensor.nbytes
         ]
-        reader.read(reader.plan(wanted))
+        reader.read(reader.plan(wanted), progress)
         memory.flush()
         os.fsync(file.fileno())
 

@@ -20,9 +20,10 @@ from mics.checkpoint.names import is_state, model_names
 from mics.checkpoint.opening import find_checkpoint, open_checkpoint
 from mics.checkpoint.optimizers import Fill, check_groups, plan_fill
 from mics.checkpoint.own_state import OwnState, read_own_state
-from mics.checkpoint.reading import PartReader, Reading
+from mics.checkpoint.reading import PartReader, Reading, nbytes_of
 from mics.checkpoint.records import Index
 from mics.checkpoint.saving import engine_in, join_hosts
+from mics.checkpoint.telling import told
 from mics.checkpoint.together import Explain, together
 from mics.checkpoint.values import decode
 from mics.checkpoint.wanted import Wanted
@@ -105,8 +106,10 @@ class _Load:
         """Read values into the model, and into memory for the optimizers' state."""
         for unit in self.engine.members.units():
             unit.settle_params()
+        nbytes = nbytes_of(self.reading)
         try:
-            self.reader.read(self.reading)
+            with told("loading", self.folder, nbytes, rank=self.engine.world.rank) as advance:
+                self.reader.read(self.reading, advance)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Parameters that were read before are in the model") from None
         finally:

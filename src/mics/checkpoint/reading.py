@@ -22,10 +22,9 @@ from mics.errors import CheckpointError
 class PartReader:
     """Reads parts of tensors by the index of a checkpoint: no pickle, no torch.load."""
 
-    def __init__(self, folder: Path, index: Index, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, folder: Path, index: Index) -> None:
         self._folder = folder
         self._index = index
-        self._progress = progress  # told how many bytes were read
         self._located: dict[tuple[str, StoredChunk], StoredChunk] = {}
 
     def plan(self, wanted: Sequence[tuple[TensorPart, str]]) -> Reading:
@@ -42,15 +41,15 @@ class PartReader:
             open_stored(self._folder / file, self._index.files[file]).close()
         return by_file
 
-    def read(self, reading: Reading) -> None:
-        """Read values into place."""
+    def read(self, reading: Reading, progress: Callable[[int], None] | None = None) -> None:
+        """Read values into place; ``progress`` is told how many bytes were read."""
         for file, copies in reading.items():
             ranges = [each for copy in copies for each in copy.ranges]
             with BlockReader(self._folder / file, self._index.files[file], ranges) as reader:
                 for copy in copies:
                     copy.run(reader)
-                    if self._progress is not None:
-                        self._progress(sum(map(len, copy.ranges)))
+                    if progress is not None:
+                        progress(copy.nbytes)
 
     def _copies_of(self, part: TensorPart, name: str) -> Iterator[tuple[str, Iterator[_Copy]]]:
         stored = self._index.find(name)
@@ -105,6 +104,10 @@ class _Copy:
     dtype: torch.dtype
     target: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.ranges))
+
     def run(self, reader: BlockReader) -> None:
         target = self.target
         straight = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
@@ -119,6 +122,11 @@ class _Copy:
 
 Reading = dict[str, list[_Copy]]
 """By file what is read from it, in rising order."""
+
+
+def nbytes_of(reading: Reading) -> int:
+    """Bytes that will be read."""
+    return sum(copy.nbytes for copies in reading.values() for copy in copies)
 
 
 def _narrowed(values: Tensor, box: Box) -> Tensor:

@@ -75,7 +75,7 @@ def save(
         if not wait:
             snapshot = together(host, "mics.save", lambda: _staged(engine, snapshot), _cannot)
     saving = Saving(Path(path) if step is None else Path(path) / snapshot.folder.name)
-    saving.nbytes = sum(part.nbytes for part in snapshot.parts)
+    saving.nbytes = snapshot.parts_nbytes
     if wait:
         snapshot.write()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from mics.checkpoint.formats.dcp_writing import ItemWriter, PickledValues, Writt
 from mics.checkpoint.index import write_index
 from mics.checkpoint.own_state import own_file
 from mics.checkpoint.records import Index, StoredChunk, StoredFile, StoredTensor, TensorPart
+from mics.checkpoint.telling import told
 from mics.checkpoint.together import together
 from mics.comm.host_group import HostGroup
 from mics.comm.world import World
@@ -52,14 +54,28 @@ class Snapshot:
         """Write it. Raises the same error on all ranks."""
         if self.ready is not None:
             self.ready.synchronize()
-        writer = ItemWriter(self.parts, aliases=self.aliases, values=self.values, progress=self.progress)
         try:
-            with self.world.explaining("save", str(self.folder)):
-                self._write(writer)
+            with (
+                self.world.explaining("save", str(self.folder)),
+                self._told() as progress,
+            ):
+                self._write(
+                    ItemWriter(self.parts, aliases=self.aliases, values=self.values, progress=progress)
+                )
         except BaseException:
             if self.rank == 0:
                 folders.abandon(self.folder)
             raise
+
+    @property
+    def parts_nbytes(self) -> int:
+        """That this rank writes."""
+        return sum(part.nbytes for part in self.parts)
+
+    def _told(self) -> AbstractContextManager[Callable[[int], None] | None]:
+        if self.progress is not None:
+            return nullcontext(self.progress)
+        return told("saving", self.folder, self.parts_nbytes, rank=self.rank)
 
     def _write(self, writer: ItemWriter) -> None:
         self._together(lambda: self._begin() if self.rank == 0 else None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from mics.cost.clusters import Cluster
 from mics.errors import SettingsError
 from mics.planner.goodput import Faults, Goodput, goodput
-from mics.planner.search import Choice, Found, Request, largest_term, search, smallest_cluster
+from mics.planner.search import Choice, Found, Request, largest_term, search, sizes_to_try, smallest_cluster
 from mics.planner.systems import SYSTEMS, Prediction, predict_quickly
 from mics.utils.numbers import memory, plural
 
@@ -52,12 +54,21 @@ def answer(
     tokens: float | None = None,
     price: float | None = None,
     curves: bool = True,
+    advance: Callable[[], object] = lambda: None,
 ) -> Answer:
-    """Search, compare and add up. Raises if nothing fits, with what would."""
-    found = search(request)
+    """Search, compare and add up. Raises if nothing fits, with what would.
+
+    ``advance`` is called as often as ``num_stages`` says.
+    """
+    found = search(request, advance=advance)
     if not found.choices:
         raise SettingsError(_too_large(found))
-    return complete(found, faults=faults, tokens=tokens, price=price, curves=curves)
+    return complete(found, faults=faults, tokens=tokens, price=price, curves=curves, advance=advance)
+
+
+def num_stages(cluster: Cluster, *, curves: bool) -> int:
+    """Parts of the work of an answer: partition sizes, and two sets of curves."""
+    return len(sizes_to_try(cluster)) + (2 if curves else 0)
 
 
 def complete(
@@ -67,6 +78,7 @@ def complete(
     tokens: float | None = None,
     price: float | None = None,
     curves: bool = True,
+    advance: Callable[[], object] = lambda: None,
 ) -> Answer:
     """Compare and add up what a search has found, which is something."""
     request, best = found.request, found.choices[0]
@@ -80,15 +92,18 @@ def complete(
     return Answer(
         found=found,
         peers={name: predict_quickly(best.setting, name) for name in PEERS},
-        weak=_curves(request, best, strong=False) if curves else {},
-        strong=_curves(request, best, strong=True) if curves else {},
+        weak=_curves(request, best, advance, strong=False) if curves else {},
+        strong=_curves(request, best, advance, strong=True) if curves else {},
         goodput=left,
         money=money,
     )
 
 
-def _curves(request: Request, best: Choice, *, strong: bool) -> dict[str, list[tuple[int, float]]]:
+def _curves(
+    request: Request, best: Choice, advance: Callable[[], object], *, strong: bool
+) -> dict[str, list[tuple[int, float]]]:
     """From the smallest number of nodes that the best choice's groups fill."""
+    advance()
     setting = replace(best.setting, model=request.model)  # finer units would only take longer to play through
     per_node = setting.cluster.ranks_per_node
     first = max(1, -(-setting.partition_size // per_node))

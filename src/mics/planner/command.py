@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,7 +17,7 @@ from mics.cost.clusters import PRESETS, Cluster
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
 from mics.errors import SettingsError
-from mics.planner.answer import Answer, answer, as_dict, complete
+from mics.planner.answer import Answer, answer, as_dict, complete, num_stages
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
 from mics.planner.search import Request, divided_batch, search
@@ -27,6 +27,7 @@ from mics.utils.command_line import parse
 from mics.utils.extras import require
 from mics.utils.global_batch import AskedBatch, GlobalBatch
 from mics.utils.numbers import TokenCount, in_gib, memory
+from mics.utils.progress import long_work
 
 _MODELS = f"{', '.join(NAMES)}; a Hugging Face config.json; or module:function that builds an nn.Module"
 _CLUSTERS = f"NAME:NODES or FILE.yaml:NODES (NAME alone with --nodes); names: {', '.join(PRESETS)}"
@@ -122,16 +123,7 @@ def plan(args: Sequence[str]) -> int:
         model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
         if config.nodes:
             return _publish(_sweep(config, model, cluster), config)
-        return _publish(
-            answer(
-                _request(config, model, cluster),
-                faults=config.faults,
-                tokens=config.tokens,
-                price=config.price,
-                curves=config.json or config.html is not None,
-            ),
-            config,
-        )
+        return _publish(_answer(config, model, cluster), config)
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 2
@@ -151,29 +143,56 @@ def _request(
     )
 
 
+def _answer(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Answer:
+    """For one cluster."""
+    curves = config.json or config.html is not None
+    request = _request(config, model, cluster)
+    with long_work("plan", num_stages(cluster, curves=curves), unit="stages") as work:
+        return answer(
+            request,
+            faults=config.faults,
+            tokens=config.tokens,
+            price=config.price,
+            curves=curves,
+            advance=work.advance,
+        )
+
+
 def _sweep(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Sweep:
     """Every number of nodes, in order; one that is not possible keeps its reason."""
-    sizes = []
+    clusters = [replace(cluster, num_nodes=nodes) for nodes in sorted(set(config.nodes))]
     common = _common_batch(config, model, cluster)
-    for nodes in sorted(set(config.nodes)):
-        here = replace(cluster, num_nodes=nodes)
-        size = Size(nodes=nodes, gpus=here.world_size)
-        try:
-            found = search(_request(config, model, here, common))
-        except SettingsError:  # the batch, which is all that depends on the number of nodes
-            asked = "the batch" if config.global_batch is None else f"{config.global_batch:,} sequences"
-            problem = f"{asked} cannot be divided over {here.world_size:,} GPUs"
-            sizes.append(replace(size, problem=problem))
-            continue
-        if found.choices:
-            filled = complete(
-                found, faults=config.faults, tokens=config.tokens, price=config.price, curves=config.json
-            )
-            sizes.append(replace(size, answer=filled))
-        else:
-            needed = in_gib(min(found.too_large.values()))
-            sizes.append(replace(size, problem=f"does not fit: {needed} of {memory(found.request.limit)}"))
-    return Sweep(sizes=tuple(sizes))
+    stages = sum(num_stages(here, curves=config.json) for here in clusters)
+    with long_work("plan", stages, unit="stages") as work:
+        return Sweep(sizes=tuple(_size(config, model, here, common, work.advance) for here in clusters))
+
+
+def _size(
+    config: PlanConfig,
+    model: ModelShape,
+    cluster: Cluster,
+    common: GlobalBatch | None,
+    advance: Callable[[], object],
+) -> Size:
+    """One number of nodes: an answer, or why there is none."""
+    size = Size(nodes=cluster.num_nodes, gpus=cluster.world_size)
+    try:
+        found = search(_request(config, model, cluster, common), advance=advance)
+    except SettingsError:  # the batch, which is all that depends on the number of nodes
+        asked = "the batch" if config.global_batch is None else f"{config.global_batch:,} sequences"
+        return replace(size, problem=f"{asked} cannot be divided over {cluster.world_size:,} GPUs")
+    if not found.choices:
+        needed = in_gib(min(found.too_large.values()))
+        return replace(size, problem=f"does not fit: {needed} of {memory(found.request.limit)}")
+    filled = complete(
+        found,
+        faults=config.faults,
+        tokens=config.tokens,
+        price=config.price,
+        curves=config.json,
+        advance=advance,
+    )
+    return replace(size, answer=filled)
 
 
 def _common_batch(config: PlanConfig, model: ModelShape, cluster: Cluster) -> GlobalBatch | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
@@ -148,11 +148,17 @@ def _leanest(request: Request, partition_size: int) -> Setting:
     )
 
 
-def search(request: Request, system: str = "mics") -> Found:
-    """Try partition sizes; of each the fastest setting."""
+def sizes_to_try(cluster: Cluster) -> list[int]:
+    """The partition sizes that a search looks at."""
+    return _thinned(partition_sizes(cluster), cluster.ranks_per_node)
+
+
+def search(request: Request, system: str = "mics", *, advance: Callable[[], object] = lambda: None) -> Found:
+    """Try partition sizes; of each the fastest setting. ``advance`` is called as each of them is begun."""
     best: list[Prediction] = []
     too_large = {}
-    for size in _thinned(partition_sizes(request.cluster), request.cluster.ranks_per_node):
+    for size in sizes_to_try(request.cluster):
+        advance()
         needed = smallest_need(request, size)
         settings = list(candidates(request, size)) if needed <= request.limit else []
         if not settings:

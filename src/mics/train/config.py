@@ -5,7 +5,9 @@ The docstrings under the fields are the text of ``mics train --help``. ``setting
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from mics.errors import SettingsError
 from mics.models import GPT_SIZES, GPTConfig
@@ -147,6 +149,12 @@ class ShardingSettings:
 class ReportSettings:
     """What is measured and printed during training."""
 
+    progress: Literal["auto", "lines", "none"] = "auto"
+    """auto: a live display in a terminal, a plain line every few seconds elsewhere; lines: plain lines
+    always; none: no progress."""
+    logger: Annotated[Literal["none", "tensorboard", "wandb"], tyro.conf.arg(aliases=["--logger"])] = "none"
+    """Where measurements go besides metrics.jsonl: TensorBoard events in <output-dir>/<name>/tensorboard, or
+    Weights & Biases."""
     interval: int = 5
     """Steps between measurements. Nothing synchronizes with the GPU between them."""
     eval_interval: int = 30

@@ -1,74 +1,122 @@
-"""What rank 0 shows: one live line on a terminal, a plain line now and then anywhere else."""
+"""What a run shows while it trains: a live board in a terminal, a plain line now and then anywhere else."""
 
+import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Final, Literal, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
-from mics.train.metrics import Measurement
-from mics.utils.numbers import percent, tflops, volume, whole
+from mics.train.board import Board
+from mics.utils.numbers import clock
 
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES: Final = 5.0
+_FRAMES_PER_SECOND: Final = 1  # by a thread of a rank, which has other things to do
+Show = Literal["live", "lines", "none"]
 
 
-def format_measurement(measurement: Measurement, *, validation_loss: float | None) -> str:
-    """The numbers of one measurement as one line."""
-    parts = [f"loss {measurement.loss:.3f}"]
-    if validation_loss is not None:
-        parts.append(f"val {validation_loss:.3f}")
-    parts.append(f"norm {measurement.grad_norm:.2f}")
-    parts.append(f"{whole(measurement.tokens_per_second)} tokens/s")
-    parts.append(f"{tflops(measurement.tflops)} TFLOP/s")
-    if measurement.mfu is not None:
-        parts.append(f"MFU {percent(measurement.mfu)}")
-    parts.append(
-        f"moved {volume(measurement.partition_nbytes)} partition"
-        f" + {volume(measurement.replication_nbytes)} replication"
+class RankConsole(Console):
+    """Where a rank prints. On ranks other than the first nothing comes of it."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__(quiet=quiet, highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads it any more: whoever started the program decides, not rich."""
+        raise BrokenPipeError
+
+    @contextmanager
+    def showing_log(self) -> Iterator[None]:
+        """Show what the library logs about long saves and loads, and its warnings."""
+        log, handler = logging.getLogger("mics"), _Handler(self)
+        level = log.level
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+            log.removeHandler(handler)
+
+
+class _Handler(logging.Handler):
+    """Prints records as ``mics: warning: ...``."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        self._console.print(f"mics: {kind}{record.getMessage()}", markup=False)
+
+
+def open_live(
+    console: Console, look: Callable[[], RenderableType], *, transient: bool = False, beside: bool = False
+) -> Live:
+    """A live area under what is printed. ``beside``: a thread draws it again, else whoever has the handle.
+
+    The cursor stays where it is seen: a process that is killed cannot show it again.
+    """
+    live = Live(
+        console=console,
+        get_renderable=look,
+        transient=transient,
+        auto_refresh=beside,
+        refresh_per_second=_FRAMES_PER_SECOND,
     )
-    return " | ".join(parts)
+    live.start(refresh=True)
+    console.show_cursor(True)
+    return live
+
+
+class Waiting:
+    """One line for what takes a while: what it is, and for how long already."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began = time.monotonic()
+        self._spinner = Spinner("dots", style="cyan")
+
+    def __call__(self) -> RenderableType:
+        passed = clock(time.monotonic() - self._began)
+        self._spinner.text = Text.assemble(self._what, "  ", (passed, "dim"))
+        return self._spinner
 
 
 class Display:
-    """Progress of a run. Use as a context manager: leaving it gives the terminal back."""
+    """Shows a board. Use as a context manager: leaving it gives the terminal back."""
 
-    def __init__(self, console: Console, *, num_steps: int) -> None:
+    def __init__(self, console: Console, board: Board, *, show: Show) -> None:
         self._console = console
-        self._num_steps = num_steps
+        self._board = board
+        self._show = show
         self._last_line = 0.0
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                MofNCompleteColumn(),
-                BarColumn(bar_width=16),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.fields[numbers]}"),
-                console=console,
-            )
-            self._task = self._progress.add_task("train", total=num_steps, numbers="starting")
+        self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
+        if self._show == "live":
+            self._live = open_live(self._console, lambda: self._board, beside=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
-    def update(self, measurement: Measurement, *, validation_loss: float | None) -> None:
-        """Show a measurement; off a terminal only some seconds after the last line, or if it is the last."""
-        numbers = format_measurement(measurement, validation_loss=validation_loss)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=measurement.step, numbers=numbers)
+    def update(self) -> None:
+        """The board has a new measurement. Lines come some seconds after another, and at the last step."""
+        assert self._board.measurement is not None
+        if self._show != "lines":
             return
         now = time.monotonic()
-        if measurement.step == self._num_steps or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+        is_last = self._board.measurement.step == self._board.num_steps
+        if is_last or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            print(
-                f"step {measurement.step:>{len(str(self._num_steps))}}/{self._num_steps} | {numbers}",
-                flush=True,
-            )
+            print(self._board.as_line(), flush=True)

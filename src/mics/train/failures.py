@@ -12,6 +12,8 @@ from typing import Final
 
 from mics.train.stopping import LEFT_CODE
 
+UNREAD_CODE: Final = 128 + signal.SIGPIPE
+"""Exit code of a command whose output nobody reads any more."""
 ERROR_FILES: Final = "node*/*/attempt_*/*/error.json"
 """Where a rank records the error that ended it, under the folder of logs."""
 
@@ -71,6 +73,11 @@ class Failure:
     def left(self) -> bool:
         """It was asked to leave, saved and left."""
         return self.exit_code == LEFT_CODE
+
+    @property
+    def unread(self) -> bool:
+        """Nobody reads what it prints: ``mics train | head``."""
+        return self.exit_code == UNREAD_CODE or self.last_line.startswith("BrokenPipeError")
 
     @property
     def is_final(self) -> bool:

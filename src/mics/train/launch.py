@@ -1,8 +1,8 @@
 """Starting the ranks of ``mics train`` on this machine: one torchrun agent for each node it plays.
 
-Rank 0 keeps the terminal. Everything else a rank prints goes to its own file under ``<run>/logs``, and when
-ranks fail, the one that failed first is shown (see ``failures``). With checkpoints, all ranks are then
-started again, and go on from the latest.
+What rank 0 prints is shown: in a terminal above a live board (see ``watch``), else as it comes. Everything
+else a rank prints goes to its own file under ``<run>/logs``. When ranks fail, the one that failed first is
+shown (see ``failures``). With checkpoints, all ranks are then started again, and go on from the latest.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Final, Literal
 from uuid import uuid4
 
 import torch
+from rich.console import Console
 
 from mics.checkpoint.folders import latest_in
 from mics.errors import SettingsError
@@ -32,6 +33,7 @@ from mics.train.config import LaunchSettings, TrainConfig
 from mics.train.data import load_text
 from mics.train.failures import (
     ERROR_FILES,
+    UNREAD_CODE,
     describe_failures,
     find_failures,
     is_hopeless,
@@ -39,6 +41,8 @@ from mics.train.failures import (
     report_failure,
 )
 from mics.train.stopping import LEFT_CODE
+from mics.train.watch import Nobody, TerminalWatch, Watching
+from mics.utils.progress import is_live
 
 _POLL_SECONDS: Final = 0.1
 # When one rank has failed, the others need a moment to fail by themselves and say why.
@@ -136,6 +140,11 @@ def agent_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
     return {**defaults, **environ}
 
 
+def _seen_environment(console: Console, environ: Mapping[str, str]) -> dict[str, str]:
+    """The same where rank 0 writes to a pipe and its text is shown in a terminal."""
+    return {"COLUMNS": str(console.width), "FORCE_COLOR": "1", **environ}
+
+
 def launch(config: TrainConfig, args: Sequence[str]) -> int:
     """Start the ranks, wait for them, and start them again after a failure.
 
@@ -145,7 +154,16 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
     _check(config, plan)
     log_dir = config.run_dir / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
-    job = _Job(config=config, plan=plan, args=args, name=uuid4().hex)
+    is_seen = config.report.progress == "auto" and is_live(sys.stdout)
+    job = _Job(
+        config=config,
+        plan=plan,
+        args=[*args, "--report.progress=none"] if is_seen else args,
+        name=uuid4().hex,
+        console=Console(highlight=False) if is_seen else None,
+    )
+    if not is_seen and config.report.progress != "none":
+        print(f"starting {plan.num_ranks} ranks", flush=True)
     for restart in count():
         ending = job.run(log_dir if restart == 0 else log_dir / f"restart-{restart}")
         if ending.signum is not None:
@@ -154,6 +172,8 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
         if not ending.failed:
             return 0
         failures = find_failures(ending.log_dir, ranks_per_node=plan.ranks_per_node)
+        if any(failure.unread for failure in failures):
+            return UNREAD_CODE
         if any(failure.left for failure in failures):
             _say(f"a rank was asked to leave; all ranks have left{_saved(config)}")
             return LEFT_CODE
@@ -188,7 +208,6 @@ def _where_it_goes_on(config: TrainConfig) -> str:
 
 
 def _say(text: str) -> None:
-    _restore_terminal()
     print(f"mics: {text}", file=sys.stderr, flush=True)
 
 
@@ -213,6 +232,8 @@ class _Job:
     args: Sequence[str]
     name: str
     """The same at every attempt: by it the ranks know that they go on."""
+    console: Console | None
+    """The terminal to draw in; None: rank 0 writes where this process does."""
 
     def run(self, log_dir: Path) -> _Ending:
         """One attempt. When it returns, no process of it is left."""
@@ -221,22 +242,47 @@ class _Job:
         agents: list[subprocess.Popen[bytes]] = []
         codes: list[int | None] = []
         failed, signum = False, None
+        watch = self._watch()
         try:
             with _interruptible():
                 for node in range(self.plan.num_nodes):
                     command = agent_command(
                         self.plan, node=node, port=port, log_dir=log_dir, args=self.args, job=self.name
                     )
-                    agents.append(_start_agent(command, node, self.plan, log_dir))
-                failed = _wait(agents, log_dir, self.plan)
+                    agents.append(self._start_agent(command, node, log_dir))
+                    if agents[-1].stdout is not None:
+                        watch.attach(agents[-1].stdout)
+                failed = _wait(agents, log_dir, self.plan, watch)
                 codes = [agent.poll() for agent in agents]
         except _Interrupt as interrupt:
             signum = interrupt.signum
+            watch.stopping()
         finally:  # whatever happened, nothing stays behind
-            _stop(agents, patience=_STOP_SECONDS if signum is not None else 0.0)
+            _stop(agents, watch, patience=_STOP_SECONDS if signum is not None else 0.0)
+            watch.close()
         return _Ending(
             log_dir=log_dir, start_time=start_time, agent_codes=codes, failed=failed, signum=signum
         )
+
+    def _watch(self) -> Watching:
+        if self.console is None:
+            return Nobody()
+        on_gpu = self.plan.device == "cuda"
+        return TerminalWatch(self.console, self.config, num_ranks=self.plan.num_ranks, on_gpu=on_gpu)
+
+    def _start_agent(self, command: list[str], node: int, log_dir: Path) -> subprocess.Popen[bytes]:
+        environ = agent_environment(self.plan, os.environ)
+        seen = subprocess.PIPE if self.console is not None else None
+        with (log_dir / f"node{node}.log").open("wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=seen if node == 0 else log,
+                stderr=log,
+                env=environ if self.console is None else _seen_environment(self.console, environ),
+                # Out of reach of the terminal's Ctrl-C: we get it, and stop the agents in order.
+                start_new_session=True,
+            )
 
 
 def _check(config: TrainConfig, plan: LaunchPlan) -> None:
@@ -253,20 +299,9 @@ def _check(config: TrainConfig, plan: LaunchPlan) -> None:
         )
 
 
-def _start_agent(command: list[str], node: int, plan: LaunchPlan, log_dir: Path) -> subprocess.Popen[bytes]:
-    with (log_dir / f"node{node}.log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=None if node == 0 else log,
-            stderr=log,
-            env=agent_environment(plan, os.environ),
-            # Out of reach of the terminal's Ctrl-C: we get it, and stop the agents in order.
-            start_new_session=True,
-        )
-
-
-def _wait(agents: Sequence[subprocess.Popen[bytes]], log_dir: Path, plan: LaunchPlan) -> bool:
+def _wait(
+    agents: Sequence[subprocess.Popen[bytes]], log_dir: Path, plan: LaunchPlan, watch: Watching
+) -> bool:
     """Wait until all agents are done, or a rank has failed and the others had a moment to notice."""
     deadline, told = math.inf, False
     while time.monotonic() < deadline:
@@ -280,12 +315,15 @@ def _wait(agents: Sequence[subprocess.Popen[bytes]], log_dir: Path, plan: Launch
         if failed and not told:
             failures = find_failures(log_dir, ranks_per_node=plan.ranks_per_node)
             told = is_told(failures, num_ranks=plan.num_ranks)
+            if any(failure.unread for failure in failures):
+                break
             deadline = min(deadline, time.monotonic() + (_LAST_SECONDS if told else math.inf))
+        watch.tick()
         time.sleep(_POLL_SECONDS)
     return any(agent.poll() != 0 for agent in agents)
 
 
-def _stop(agents: Sequence[subprocess.Popen[bytes]], *, patience: float) -> None:
+def _stop(agents: Sequence[subprocess.Popen[bytes]], watch: Watching, *, patience: float) -> None:
     """End all agents, and through them their ranks, which may save first. A second Ctrl-C ends them at once.
 
     The kernel ends the ranks of an agent that is killed, even ranks that are stopped.
@@ -298,6 +336,7 @@ def _stop(agents: Sequence[subprocess.Popen[bytes]], *, patience: float) -> None
     try:
         with _interruptible():
             while time.monotonic() < deadline and any(agent.poll() is None for agent in running):
+                watch.tick()
                 time.sleep(_POLL_SECONDS)
     except _Interrupt:
         pass
@@ -329,12 +368,6 @@ def _interruptible() -> Iterator[None]:
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
-
-
-def _restore_terminal() -> None:
-    """Show the cursor again: a rank that is ended in its live line cannot."""
-    if sys.stdout.isatty():
-        print("\x1b[?25h", flush=True)
 
 
 def _free_port() -> int:

@@ -1,5 +1,6 @@
 """The training loop: join the ranks, build and shard the model, train, then show what came of it."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,20 +11,23 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import mics
+from mics.engine import engine_of
 from mics.errors import SettingsError
 from mics.models import GPT
+from mics.train.board import Board
 from mics.train.checkpoints import Checkpoints, Resumed
 from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing, decode, encode, load_text
-from mics.train.display import Display
+from mics.train.display import Display, RankConsole, Show
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
-from mics.train.metrics import Meter, Speedometer, mean_over_ranks
+from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
 from mics.train.nonfinite import NonfinitePolicy
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
 from mics.train.setup import Setup, describe_run
 from mics.train.stopping import LEFT_CODE, Stopping
+from mics.utils.progress import is_live
 
 _ACTIVATIONS: Final = {
     "keep": None,
@@ -39,19 +43,15 @@ def run_rank(config: TrainConfig) -> int:
     Returns the exit code: 0, or that of a run that was asked to leave, and saved.
     """
     with joined(config.launch) as me, _stopping(config, me) as stop:
-        console = Console(quiet=me.rank != 0, highlight=False, soft_wrap=True)
-        run, resumed = _prepare(config, me, console)
-        console.print(describe_run(config, run.setup, run.dealing), markup=False)
-        history, last_step = _train(run, resumed, console, stop)
-        if last_step < config.steps:
-            _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
-            return LEFT_CODE
-        run.checkpoints.finish_training()
-        sample = _sample(run)
-        weights = mics.full_state_dict(run.model) if config.report.save_weights else {}
-        if me.rank == 0:
-            paths = write_results(run.config, run.setup, history, sample=sample, weights=weights)
-            show_results(console, history, sample=sample, paths=paths)
+        console = RankConsole(quiet=me.rank != 0)
+        with console.showing_log():
+            run, resumed = _prepare(config, me, console)
+            console.print(describe_run(config, run.setup, run.dealing), markup=False)
+            history, last_step = _train(run, resumed, console, stop)
+            if last_step < config.steps:
+                _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
+                return LEFT_CODE
+            _finish(run, console, history)
     run.checkpoints.end_job()  # after all ranks have come to the end
     return 0
 
@@ -90,7 +90,7 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     nonfinite = NonfinitePolicy(config.optimizer, model, optimizer)
     setup = Setup.of(model)
     meter = Meter(
-        traffic=lambda: mics.traffic(model),
+        sent=lambda: sent_bytes(mics.traffic(model), engine_of(model).topology, me.rank),
         speedometer=Speedometer(
             flops_per_token=shape.flops_per_token,
             num_devices=setup.num_gpus or 1,
@@ -168,10 +168,17 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
     """Train to the end, or to the step after which all ranks were asked to stop. Returns that step too."""
     config, history, last = run.config, History(), resumed.step
     after = resumed.step if resumed.own else 0
+    board = Board(
+        num_steps=config.steps,
+        on_gpu=run.setup.on_gpu,
+        checkpoint_dir=config.checkpoint_dir if config.checkpoint.interval else None,
+    )
     with (
-        Display(console, num_steps=config.steps) as display,
         history.recording(config, run.me, after_step=after),
+        Display(console, board, show=_show(config, run.me)) as display,
     ):
+        for measurement in history.measurements:
+            board.note(measurement)
         if last >= config.steps and not history.measurements and run.me.rank == 0:
             raise SettingsError(f"steps: expected more than the checkpoint's {last}, found {config.steps}")
         for step in range(last + 1, config.steps + 1):
@@ -182,15 +189,37 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
             if step == config.steps or (interval and step % interval == 0):
                 with run.meter.paused():
                     history.add_validation(step, _validate(run))
+                board.validation = history.validations[-1]
             if step == 1 or step == config.steps or step % config.report.interval == 0:
                 measurement = run.meter.measure(step, grad_norm=grad_norm, learning_rate=learning_rate)
                 history.add(measurement)
-                display.update(measurement, validation_loss=history.last_validation_loss)
+                board.note(measurement)
+                display.update()
             last = step
             stall = run.checkpoints.save_if_due(step)
             if stall is not None:
                 history.add_checkpoint(step, stall)
+                board.saving_step = step
     return history, last
+
+
+def _show(config: TrainConfig, me: Rank) -> Show:
+    """How this rank shows progress. One that a launcher of ours draws is told to show none."""
+    if me.rank != 0 or config.report.progress == "none":
+        return "none"
+    return "live" if config.report.progress == "auto" and is_live(sys.stdout) else "lines"
+
+
+def _finish(run: _Run, console: Console, history: History) -> None:
+    """What is left to do after the last step."""
+    if _show(run.config, run.me) == "lines":
+        console.print("writing results")
+    run.checkpoints.finish_training()
+    sample = _sample(run)
+    weights = mics.full_state_dict(run.model) if run.config.report.save_weights else {}
+    if run.me.rank == 0:
+        paths = write_results(run.config, run.setup, history, sample=sample, weights=weights)
+        show_results(console, history, sample=sample, paths=paths)
 
 
 def _leave(run: _Run, console: Console, step: int, *, saved_step: int) -> None:

@@ -1,16 +1,17 @@
-"""Measuring a run: loss, speed, memory and the bytes each kind of group moved."""
+"""Measuring a run: loss, speed, memory and the bytes sent, by kind of group and by link."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics.comm import join_world
+from mics.comm import Traffic, join_world
+from mics.layout.topology import Topology
 from mics.train.hardware import memory_nbytes
 
 
@@ -39,18 +40,53 @@ class Measurement:
     """GPU: peak of tensors. CPU: what the process holds."""
     seconds: float
     """Training time so far; validation does not count."""
+    intra_nbytes: int = 0
+    """Bytes this rank sent per step to ranks of its own node, over all groups."""
+    inter_nbytes: int = 0
+    """Bytes this rank sent per step to other nodes, over all groups."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-class ByteCounter(Protocol):
-    """Running totals of the bytes this rank sent."""
+@dataclass(frozen=True, kw_only=True)
+class SentBytes:
+    """Running totals of the bytes this rank sent: by kind of group, and by the link they took."""
 
-    @property
-    def partition_nbytes(self) -> int: ...
-    @property
-    def replication_nbytes(self) -> int: ...
+    partition_nbytes: int = 0
+    replication_nbytes: int = 0
+    intra_nbytes: int = 0
+    inter_nbytes: int = 0
+
+    def __sub__(self, other: Self) -> Self:
+        mine, theirs = asdict(self), asdict(other)
+        return type(self)(**{name: mine[name] - theirs[name] for name in mine})
+
+    def per_step(self, num_steps: int) -> dict[str, int]:
+        return {name: round(nbytes / num_steps) for name, nbytes in asdict(self).items()}
+
+
+def sent_bytes(traffic: Traffic, topology: Topology, rank: int) -> SentBytes:
+    """What a rank has sent inside its node and to other nodes.
+
+    Two-stage collectives are counted by link. Of a group that one collective serves, as large a share goes to
+    other nodes as has its members there.
+    """
+    by_axis = {"replication": topology.replication_group(rank), "world": range(topology.world_size)}
+    intra, inter = float(traffic.axis_nbytes("intra")), float(traffic.axis_nbytes("inter"))
+    if topology.stages(rank) is None:
+        by_axis["partition"] = topology.partition_group(rank)
+    for axis, ranks in by_axis.items():
+        nbytes, node = traffic.axis_nbytes(axis), topology.node_of[rank]
+        away = sum(topology.node_of[other] != node for other in ranks) / max(1, len(ranks) - 1)
+        inter += nbytes * away
+        intra += nbytes * (1 - away)
+    return SentBytes(
+        partition_nbytes=traffic.partition_nbytes,
+        replication_nbytes=traffic.replication_nbytes,
+        intra_nbytes=round(intra),
+        inter_nbytes=round(inter),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +110,18 @@ class _Reading:
     """The clock and the byte counters at one moment, or the difference of two moments."""
 
     seconds: float
-    partition_nbytes: int
-    replication_nbytes: int
+    sent: SentBytes
 
     def __sub__(self, other: Self) -> Self:
-        return type(self)(
-            seconds=self.seconds - other.seconds,
-            partition_nbytes=self.partition_nbytes - other.partition_nbytes,
-            replication_nbytes=self.replication_nbytes - other.replication_nbytes,
-        )
+        return type(self)(seconds=self.seconds - other.seconds, sent=self.sent - other.sent)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, **asdict(self.sent)}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        sent = {name: found[name] for name in asdict(SentBytes()) if name in found}
+        return cls(seconds=found["seconds"], sent=SentBytes(**sent))
 
 
 class Meter:
@@ -91,12 +130,12 @@ class Meter:
     def __init__(
         self,
         *,
-        traffic: Callable[[], ByteCounter],
+        sent: Callable[[], SentBytes],
         speedometer: Speedometer,
         tokens_per_step: int = 0,
         device: torch.device,
     ) -> None:
-        self._traffic = traffic
+        self._sent = sent
         self._speedometer = speedometer
         self.tokens_per_step = tokens_per_step
         self._device = device
@@ -133,10 +172,9 @@ class Meter:
             tokens_per_second=tokens_per_second,
             tflops=self._speedometer.tflops(tokens_per_second),
             mfu=self._speedometer.mfu(tokens_per_second),
-            partition_nbytes=round(passed.partition_nbytes / self._num_steps),
-            replication_nbytes=round(passed.replication_nbytes / self._num_steps),
             memory_nbytes=memory_nbytes(self._device),
             seconds=self._total_seconds,
+            **passed.sent.per_step(self._num_steps),
         )
         self._loss_sum.zero_()
         self._num_steps = 0
@@ -151,7 +189,7 @@ class Meter:
             "mean_loss_sum": mean_over_ranks(self._loss_sum),
             "num_steps": self._num_steps,
             "total_seconds": self._total_seconds,
-            "since": asdict(since),
+            "since": since.as_dict(),
             "num_ranks": dist.get_world_size(),
         }
 
@@ -161,18 +199,13 @@ class Meter:
         self._loss_sum.fill_(state["loss_sum" if same else "mean_loss_sum"])
         self._num_steps = state["num_steps"]
         self._total_seconds = state["total_seconds"]
-        self._mark = self._now() - _Reading(**state["since"])
+        self._mark = self._now() - _Reading.from_dict(state["since"])
 
     def _now(self) -> _Reading:
         # The queue of the device must be empty, or its work would be booked on whatever comes next.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        traffic = self._traffic()
-        return _Reading(
-            seconds=time.perf_counter(),
-            partition_nbytes=traffic.partition_nbytes,
-            replication_nbytes=traffic.replication_nbytes,
-        )
+        return _Reading(seconds=time.perf_counter(), sent=self._sent())
 
 
 def mean_over_ranks(value: Tensor) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import mics
 from mics.train.config import TrainConfig
+from mics.train.loggers import Logger, NoLogger, open_logger, scalars
 from mics.train.metrics import Measurement
 from mics.train.ranks import Rank
 from mics.train.setup import Setup, describe_title
@@ -24,11 +25,12 @@ from mics.utils.numbers import duration, plural
 
 @dataclass(kw_only=True)
 class History:
-    """All measurements of a run so far, in order, and on rank 0 in ``metrics.jsonl`` too."""
+    """All measurements of a run so far, in order. On rank 0 they also go to a file and to the logger."""
 
     measurements: list[Measurement] = field(default_factory=list)
     validations: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
     _file: TextIO | None = None
+    _logger: Logger = field(default_factory=NoLogger)
 
     @contextmanager
     def recording(self, config: TrainConfig, me: Rank, *, after_step: int = 0) -> Iterator[None]:
@@ -48,9 +50,13 @@ class History:
             elif "validation_loss" in row:
                 self.validations.append((row["step"], row["validation_loss"]))
         _rewrite(file, kept)
-        with file.open("a") as self._file:
-            yield
-        self._file = None
+        self._logger = open_logger(config, after_step=after_step)
+        try:
+            with file.open("a") as self._file:
+                yield
+        finally:
+            self._file = None
+            self._logger.close()
 
     def add(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
@@ -70,6 +76,7 @@ class History:
     def _write(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
             print(json.dumps(row), file=self._file, flush=True)
+            self._logger.log(row["step"], scalars(row))
 
 
 def _rows_up_to(file: Path, step: int) -> list[dict[str, Any]]:

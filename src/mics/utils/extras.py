@@ -7,11 +7,16 @@ from typing import Final, Literal
 
 from mics.errors import MissingExtraError
 
-PACKAGES: Final = {"cli": ("rich", "tyro", "yaml"), "plot": ("matplotlib",)}
+PACKAGES: Final = {
+    "cli": ("rich", "tyro", "yaml"),
+    "plot": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+}
 """What is imported of each extra. pyproject.toml has the versions."""
 
 
-def require(extra: Literal["cli", "plot"], what: str) -> None:
+def require(extra: Literal["cli", "plot", "tensorboard", "wandb"], what: str) -> None:
     """Raise if a package of the extra is not installed. ``what`` needs it."""
     missing = [package for package in PACKAGES[extra] if find_spec(package) is None]
     if missing:

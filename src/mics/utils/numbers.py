@@ -99,6 +99,17 @@ def duration(number: float) -> str:
     return f"{number / 3600:,.1f} h" if number < 48 * 3600 else days(number)
 
 
+def roughly(number: float) -> str:
+    """Seconds as ``8 s``, ``45 min``, ``12.5 h`` or ``4.5 days``: how long something took, or has left."""
+    return f"{number:.0f} s" if number < 119.5 else duration(max(number, 120.0))
+
+
+def clock(number: float) -> str:
+    """Seconds as ``0:21``, ``12:05`` or ``26:02:03``: what changes while somebody looks at it."""
+    whole_hours, rest = divmod(max(0, int(number)), 3600)
+    return f"{whole_hours}:{rest // 60:02}:{rest % 60:02}" if whole_hours else f"{rest // 60}:{rest % 60:02}"
+
+
 def hours(number: float) -> str:
     """Seconds as ``2,000 h``."""
     found = number / 3600
