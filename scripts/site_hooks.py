@@ -1,8 +1,9 @@
-"""mkdocs: pages that lie beside docs/ (dated results, the changelog) become part of the site."""
+"""mkdocs: pages that lie beside docs/ (dated results, the changelog) or are made become part of the site."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ OUTSIDE = ["benchmarks/results", "examples", "CHANGELOG.md", "CONTRIBUTING.md"]
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what docs/ links to outside of itself, under its own path."""
+    """Add what docs/ links to outside of itself, under its own path, and the pages that are made."""
     for name in OUTSIDE:
         path = ROOT / name
         found = (
@@ -22,7 +23,19 @@ def on_files(files: Files, config: Any) -> Files:
         for each in found:
             relative = each.relative_to(ROOT).as_posix()
             files.append(File(relative, str(ROOT), config["site_dir"], config["use_directory_urls"]))
+    files.append(File.generated(config, "cli.md", content=_cli_page()))
     return files
+
+
+def _cli_page() -> str:
+    """The commands as this tree has them, whatever mics is installed."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
+    try:
+        from cli_reference import page
+
+        return page()
+    finally:
+        del sys.path[:2]
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

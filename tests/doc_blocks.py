@@ -1,4 +1,4 @@
-"""Code blocks of Markdown pages, and how they run on ranks. `tests/test_docs.py` says what a page may write."""
+"""Code blocks of Markdown pages and how they run on ranks; `test_docs.py` says what a page may write."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 NOT_RUN: Final = ("log.md", "decisions")
 """Pages that say what was so at the time."""
 _FENCE: Final = re.compile(r"(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)(?P<rest>.*)")
+_EXAMPLES: Final = {file.read_text() for file in (ROOT / "examples").glob("*.py")}
+"""`tests/test_examples.py` runs these."""
 _SNIPPET: Final = re.compile(r'--8<-- "(.+)"')
 _OWN_GROUP: Final = ("init_process_group(", "mics.emulate(")
 
@@ -69,7 +71,8 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.language in ("python", "diff", "hidden") and "skip" not in self.options
+        is_code = self.language in ("python", "diff", "hidden")
+        return is_code and "skip" not in self.options and self.code not in _EXAMPLES
 
     @property
     def source(self) -> str:
@@ -77,6 +80,10 @@ class Block:
         code = self.code
         if self.language == "diff":
             code = "\n".join(line[2:] for line in code.splitlines() if not line.startswith("-"))
+        if "replace" in self.options:
+            old, _, new = self.options["replace"].partition(" => ")
+            assert old in code, f"{self.page}:{self.line}: expected {old!r} in the block, found none"
+            code = code.replace(old, new)
         return "\n" * self.line + textwrap.dedent(code)
 
 
@@ -138,15 +145,14 @@ class _Reader:
         code = textwrap.dedent("\n".join(self._lines[first:last]) + "\n")
         if snippet := _SNIPPET.fullmatch(code.strip()):
             code = (ROOT / snippet[1]).read_text()
-        return Block(
-            page=self._page, line=first, language=language, code=code, title=title, options=options
-        )
+        return Block(page=self._page, line=first, language=language, code=code, title=title, options=options)
 
 
 def _options(text: str) -> dict[str, str]:
-    """``ranks=8 setup=plain full``, or ``skip`` with a reason."""
-    if text.startswith("skip"):
-        return {"skip": text.removeprefix("skip").strip()}
+    """``ranks=8 setup=plain full``, ``skip`` with a reason, or ``replace OLD => NEW``."""
+    first, _, rest = text.partition(" ")
+    if first in ("skip", "replace"):
+        return {first: rest.strip()}
     return {name: value for name, _, value in (word.partition("=") for word in text.split())}
 
 
@@ -167,7 +173,7 @@ def write_files(blocks: list[Block], folder: Path) -> None:
 
 
 def run_blocks(blocks: list[Block], folder: str, ports: list[int]) -> None:
-    """On a rank: every block in order, in one namespace. Each process group takes the store at the next port."""
+    """On a rank: every block in order, in one namespace. Each process group takes the next port's store."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     stores = iter(ports)
     before = Path.cwd()

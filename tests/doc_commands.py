@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import shlex
 import tomllib
@@ -71,7 +72,7 @@ def _check_mics(args: list[str]) -> None:
 def _check_train(args: list[str]) -> None:
     from mics.train.settings_file import parse_train_config
 
-    for flag, value in zip(args, args[1:], strict=False):
+    for flag, value in itertools.pairwise(args):
         if flag == "--data.text" and not Path(value).is_absolute():
             Path(value).touch()  # the reader's own
     parse_train_config(args)

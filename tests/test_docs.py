@@ -5,12 +5,13 @@ What a page may write:
 - The ```python blocks of a page run in order, in one namespace and one temporary folder, on 4 gloo ranks: two
   nodes of two, with torchrun's variables. A block that calls `init_process_group` starts without a group;
   the others find one.
-- Of a ```diff block the new side runs.
+- Of a ```diff block the new side runs. A file of examples/ is left to `test_examples.py`.
 - A comment right before a fence has options: `<!-- test: setup=sharded -->`.
       ranks=N         for the whole page: 1 to 8 ranks
       full            for the whole page: in `make test-all` alone
       setup=NAME      run one of `doc_blocks.SETUPS` first, in a process group of its own
       raises=NAME     every rank must raise this error
+      replace A => B  run with this text replaced, such as a number of steps
       skip REASON     not run: what no CPU can
 - A comment that begins with the line `<!-- test` holds Python that runs there, unseen by readers.
 - A fence with `title="NAME"` is also a file NAME in the folder.
