@@ -97,6 +97,16 @@ def test_every_error_class_is_on_the_page() -> None:
     assert not [name for name in classes if name not in page]
 
 
+# -- Results ---------------------------------------------------------------------------------------
+
+
+def test_every_result_is_on_the_page() -> None:
+    """docs/results.md links to each dated table."""
+    page = (_DOCS / "results.md").read_text()
+    files = sorted((_ROOT / "benchmarks" / "results").glob("*.md"))
+    assert files and not [file.name for file in files if f"../benchmarks/results/{file.name}" not in page]
+
+
 # -- Commands ---------------------------------------------------------------------------------------
 
 
