@@ -34,7 +34,7 @@ OLD_NAMES = {
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Plain paragraphs and list entries with their first line's number: no code, tables, headings, comments."""
+    """Plain paragraphs and list entries, each with the number of its first line; no code, no tables."""
     found: list[str] = []
     first, in_code = 0, False
     text = re.sub(r"<!--.*?-->", lambda comment: "\n" * comment[0].count("\n"), text, flags=re.DOTALL)

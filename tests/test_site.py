@@ -26,6 +26,12 @@ def _sources(folder: str = "src/mics") -> Iterator[str]:
         yield file.read_text()
 
 
+def test_every_public_name_is_on_the_page() -> None:
+    """docs/reference.md has each name of `mics` once."""
+    named = re.findall(r"^::: mics\.(\w+)$", (_DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(mics.__all__)
+
+
 # -- Environment variables --------------------------------------------------------------------------
 
 
