@@ -59,7 +59,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         depth = len(Path(page.file.src_uri).parts) - 1
         return f"[{text}]({'../' * depth}{uri}{anchor})"
 
-    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, markdown)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, _spaced(markdown))
+
+
+def _spaced(markdown: str) -> str:
+    """With a blank line before each list, which Markdown elsewhere does not ask for."""
+    lines: list[str] = []
+    in_code = False
+    for line in markdown.splitlines():
+        in_code ^= line.lstrip().startswith("```")
+        before = lines[-1] if lines else ""
+        begins = re.match(r"(?:[-*]|\d+\.) ", line) and not in_code
+        if begins and before and not re.match(r"(?:[-*]|\d+\.|#+) | |<!--", before):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
