@@ -49,7 +49,7 @@ format: $(READY)  ## rewrite the code in the project's style
 
 docs: $(READY)  ## build the site in build/site; a warning is an error
 	@$(BIN)/python -m pip install --disable-pip-version-check -qq -e ".[docs]"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@$(BIN)/python scripts/check_site.py
 
 clean:  ## remove caches and runs, keep the environment
