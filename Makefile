@@ -47,9 +47,10 @@ format: $(READY)  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(READY)  ## build the site in build/site
+docs: $(READY)  ## build the site in build/site; a warning is an error
 	@$(BIN)/python -m pip install --disable-pip-version-check -qq -e ".[docs]"
-	@$(BIN)/mkdocs build
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@$(BIN)/python scripts/check_site.py
 
 clean:  ## remove caches and runs, keep the environment
 	@rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -34,9 +34,10 @@ OLD_NAMES = {
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Plain paragraphs and list entries, each with its first line's number; no code, tables or headings."""
+    """Plain paragraphs and list entries, each with the number of its first line; no code, no tables."""
     found: list[str] = []
     first, in_code = 0, False
+    text = re.sub(r"<!--.*?-->", lambda comment: "\n" * comment[0].count("\n"), text, flags=re.DOTALL)
     for number, line in enumerate([*text.splitlines(), ""], 1):
         is_fence = line.lstrip().startswith("```")
         in_code ^= is_fence
