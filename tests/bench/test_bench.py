@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from mics.bench.config import Training
+from mics.bench.command import _draw as draw_rows
+from mics.bench.config import BenchConfig, Training
 from mics.bench.job import Job
 from mics.bench.models import BENCH_MODELS
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
@@ -23,6 +24,7 @@ from mics.cli import main
 from mics.cost.clusters import find_cluster
 from mics.models import GPTConfig
 from mics.utils.numbers import TokenCount
+from tests.pictures import readable
 
 JOB = Job(
     model=GPTConfig(num_layers=1, num_heads=1, hidden_size=8, vocab_size=16, seq_len=4),
@@ -155,6 +157,29 @@ def test_losses_that_disagree_are_said(losses: tuple[float, ...]) -> None:
     rows = summarise(runs, [_outcome(0), _outcome(1, losses=losses), _outcome(2)], peak_tflops=None)
     assert not agree(rows)
     assert any("LOSSES DISAGREE" in line for line in verdict(rows))
+
+
+def test_pictures_name_cluster_partition_size_and_device(tmp_path: Path) -> None:
+    """Of one setting, of several numbers of GPUs, and of real ranks."""
+    config = BenchConfig(training=Training(model="gpt-tiny", device="cpu"), out=tmp_path)
+    clusters = [find_cluster(f"p4d.24xlarge:{nodes}") for nodes in (1, 2, 4)]
+    for places, expected in (
+        (clusters[1:2], ["gpt-tiny on 2 x p4d.24xlarge (16 GPUs), partition size 2", "fsdp2 (over all)"]),
+        (clusters[:2], ["gpt-tiny on 8 to 16 GPUs of p4d.24xlarge, partition size 2", "ddp (not sharded)"]),
+        (
+            clusters,
+            ["gpt-tiny on 8 to 32 GPUs of p4d.24xlarge, partition size 2", "model TFLOP/s of rank 0, a CPU"],
+        ),
+        ([4], ["gpt-tiny on 4 real ranks, partition size 2"]),
+    ):
+        rows = [(JOB, place) for place in places]
+        runs = interleave(["mics", "fsdp2", "ddp"], rows, repeats=1, record=False)
+        outcomes = [_outcome(number, 1 + 0.01 * number) for number in range(len(runs))]
+        with readable() as words:
+            draw_rows(summarise(runs, outcomes, peak_tflops=None), config)
+        assert set(expected) <= set(words)
+        assert any("a CPU (" in word or "A CPU (" in word for word in words)
+    assert "Computed by a CPU (" in " ".join(words)
 
 
 def test_the_named_models() -> None:

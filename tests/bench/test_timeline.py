@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mics
-from mics.bench.job import Job
+from mics.bench.job import Device, Job
 from mics.bench.phases import Phase, PhaseKind
 from mics.bench.picture import Bar, draw_scaling, draw_systems, draw_timeline
 from mics.bench.plan import Run
-from mics.bench.provenance import step_subtitle, step_title
+from mics.bench.provenance import device_name, step_subtitle, step_title
 from mics.bench.systems import SYSTEMS
 from mics.bench.timeline import LANES, LINKS, Segment, Timeline, _from_kernels, exposure, record, role_of
 from mics.bench.trace import write_trace
@@ -213,21 +213,26 @@ _JOB = Job(
 )
 
 
+_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize("device", ["cpu", _GPU])
 @pytest.mark.parametrize("name", ["mics", "hsdp", "fsdp2", "ddp"])
-def test_phases_of_every_system(name: str, tmp_path: Path) -> None:
+def test_phases_of_every_system(name: str, device: Device, tmp_path: Path) -> None:
     """Both micro-batches and the optimizer, in order; collectives have roles; trace and picture say so."""
-    run = Run(number=0, system=name, job=_JOB, world_size=4, cluster=_CLUSTER)
+    job = replace(_JOB, device=device)
+    run = Run(number=0, system=name, job=job, world_size=4, cluster=_CLUSTER)
     system = SYSTEMS[name]
-    tokens = torch.randint(0, 512, (2, 1, 17), device="cpu")
+    tokens = torch.randint(0, 512, (2, 1, 17), device="cpu").to(device)
     batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in tokens]
     with mics.emulate(_CLUSTER) as emulation:
-        trainer = system.build(_JOB)
+        trainer = system.build(job)
         trainer.step(batches)
         timeline, collectives = record(
             lambda: trainer.step(batches),
             emulation,
-            torch.device("cpu"),
-            partition_size=system.partition_size(_JOB, 4),
+            torch.device(device),
+            partition_size=system.partition_size(job, 4),
         )
         trainer.close()
     assert [segment.name for segment in timeline.phases()] == [
@@ -259,7 +264,7 @@ def test_phases_of_every_system(name: str, tmp_path: Path) -> None:
         f"{name} on 2 x lab (4 GPUs)",
         "2 micro-batches: step ",
         "micro-batch 2",
-        "a CPU (",
+        device_name(device),
         "backward",
     ):
         assert part.lower() in said.lower(), part

@@ -268,33 +268,33 @@ def _draw(rows: list[Row], config: BenchConfig) -> None:
     file, first = config.out / "bench.png", rows[0].run
     title = comparison_title(config.training.model, [row.run for row in rows])
     subtitle = " ".join([computed_by(first), *([_uplinks(config)] if config.on == "namespace" else [])])
+    names = {row.run.system: _system_and_sharding(row.run.system) for row in ran}
     points = {(row.run.system, row.world_size): row.tflops for row in ran}
     if len({row.world_size for row in ran}) > 2 and len(points) == len(ran):
-        series = {system: [(w, x) for (s, w), x in points.items() if s == system] for system, _ in points}
-        draw_scaling(file, series, title=title, subtitle=subtitle, label="model TFLOP/s per GPU")
+        series = {system: [(w, x) for (s, w), x in points.items() if s == system] for system in names}
+        label = "model TFLOP/s " + ("per GPU" if first.job.device == "cuda" else "of rank 0, a CPU")
+        draw_scaling(file, series, title=title, subtitle=subtitle, label=label, words=names)
         return
     bars = []
     for row in ran:
         median, low, high = (1e3 * seconds for seconds in row.step_seconds)
-        over = {"group": "", "world": f" (over all {row.world_size:,})", "none": " (not sharded)"}
-        name = f"{row.run.system}{over[SYSTEMS[row.run.system].partition]}"
+        system, setting = row.run.system, setting_of(row.run)
         bars.append(
-            Bar(
-                system=row.run.system,
-                name=name,
-                setting=setting_of(row.run),
-                median=median,
-                low=low,
-                high=high,
-            )
+            Bar(system=system, name=names[system], setting=setting, median=median, low=low, high=high)
         )
-    subtitle += f" {_timed(ran)}"
-    draw_systems(file, bars, title=title, subtitle=subtitle, label="ms per step")
+    draw_systems(file, bars, title=title, subtitle=f"{subtitle} {_timed(ran)}", label="ms per step")
+
+
+def _system_and_sharding(system: str) -> str:
+    """``mics``, and where that is not over partition groups: ``fsdp2 (over all)``."""
+    return system + {"group": "", "world": " (over all)", "none": " (not sharded)"}[SYSTEMS[system].partition]
 
 
 def _timed(ran: list[Row]) -> str:
     """What bars and the lines on them are."""
-    number = min((row.num_timed for row in ran), default=0)
+    if not ran:
+        return "Nothing ran."
+    number = min(row.num_timed for row in ran)
     if number < 2:
         return "One timed step each."
     return f"Medians of {number} timed steps; lines reach from the fastest to the slowest."

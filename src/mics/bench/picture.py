@@ -115,7 +115,7 @@ def draw_systems(
         _draw_bars(axes, bars, places, theme)
         for setting, at in heads.items():
             axes.annotate(
-                setting, (0, at), (0, 0), textcoords="offset points", va="center", fontweight="bold"
+                setting, (0, at), (7, 0), textcoords="offset points", va="center", fontweight="bold"
             )
         axes.set_ylim(place - 0.4, -0.7)
         axes.set_xlabel(label)
@@ -155,10 +155,11 @@ def draw_scaling(
     title: str,
     subtitle: str = "",
     label: str,
+    words: Mapping[str, str] | None = None,
     theme: Theme = LIGHT,
 ) -> None:
-    """One line per system over the number of GPUs, named at its end."""
+    """One line per system over the number of GPUs, named at its end, in ``words`` if not its own."""
     with picture(file, height=4.6, title=title, subtitle=subtitle, theme=theme) as figure:
         axes = figure.subplots()
-        draw_curves(axes, series, theme=theme)
+        draw_curves(axes, series, theme=theme, words=words)
         axes.set_ylabel(label)

@@ -60,7 +60,7 @@ def page(found: Answer) -> str:
     """The whole page."""
     cluster = found.found.request.cluster
     body = [
-        _paragraph(f"{found.found.request.batch}."),
+        _paragraph(_sentence(str(found.found.request.batch))),
         *_plan(found),
         "<h2>Weak scaling: the batch per GPU stays the same</h2>",
         _draw(lambda axes: _curves(axes, found.weak), height=3.2),
@@ -78,9 +78,9 @@ def sweep_page(found: Sweep) -> str:
     heads, lines = cells(found)
     best = [number for number, line in enumerate(lines) if line[0] == f"{nodes:,}"]
     body = [
-        *(_paragraph(f"{line}.") for line in batches_of(found.sizes)),
+        *(_paragraph(_sentence(line)) for line in batches_of(found.sizes)),
         _html_table(heads, lines, best=best[0], left="best setting"),
-        _paragraph(f"{SWEEP_KEY}.", small=True),
+        _paragraph(_sentence(SWEEP_KEY), small=True),
         *map(_paragraph, advice_on_nodes(found)),
         "<h2>What more nodes gain and cost</h2>",
         _draw(lambda axes: draw_nodes(axes, found, LIGHT), height=3.4),
@@ -106,6 +106,10 @@ def _variables(theme: Theme) -> dict[str, str]:
 
 def _paragraph(text: str, *, small: bool = False) -> str:
     return f"<p{' class=small' if small else ''}>{html.escape(text)}</p>"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _plan(found: Answer) -> list[str]:
@@ -178,18 +182,27 @@ def _choices(found: Answer) -> list[str]:
     if alike:
         notes.append(f"The same for all of them: {', '.join(column[0].phrase for column in alike)}.")
     if any(column[0].head == "s per step" for column in alike):
-        notes.append("As all are as fast, the smallest partition size is first: it needs the network least.")
+        notes.append(
+            "They are equally fast, so the smallest partition size is first: it depends least on the network."
+        )
     return [
         _html_table([column[0].head for column in shown], lines, best=0, left="limited by"),
         *map(_paragraph, notes),
-        _paragraph(_KEY, small=True),
+        _paragraph(
+            " ".join(_KEYS[column[0].head] for column in shown if column[0].head in _KEYS), small=True
+        ),
     ]
 
 
-_KEY: Final = (
-    "Partition size: GPUs that together hold one copy of parameters and gradients. Replicas: how many such "
-    "copies there are. Batch: sequences per GPU and micro-step. MFU: share of the GPU's peak FLOP/s."
-)
+_KEYS: Final = {
+    "partition size": "Partition size: GPUs that together hold one copy of parameters and gradients.",
+    "replicas": "Replicas: how many such copies there are.",
+    "batch": "Batch: sequences per GPU and micro-step.",
+    "accum.": "Accum.: gradient accumulation steps.",
+    "TFLOP/s": "TFLOP/s: of the model, per GPU.",
+    "MFU": "MFU: model FLOP/s as a share of the GPU's peak.",
+    "GiB": "GiB: at the peak, per GPU.",
+}
 
 
 def _columns(choice: Choice) -> list[_Column]:

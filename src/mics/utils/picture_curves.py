@@ -33,7 +33,7 @@ def draw_curves(
             linestyle=(0, (4, 2)) if variant else "-",
             linewidth=1.4 if variant else 2.6,
             markersize=4.5 if variant else 7.0,
-            zorder=4 if variant else 3,
+            zorder=5 if system == "mics" else 4 if variant else 3,
             clip_on=False,
         )
     ticks = sorted({world for points in found.values() for world, _ in points})
