@@ -105,7 +105,7 @@ def describe_run(config: TrainConfig, setup: Setup, dealing: Dealing) -> str:
 def describe_title(config: TrainConfig, setup: Setup) -> str:
     return (
         f"{config.name}: {config.model.name} on {plural(setup.num_ranks, 'rank')} ({_nodes(setup)}), "
-        f"partition groups of {setup.partition_size}"
+        f"partition size {setup.partition_size}"
     )
 
 
