@@ -30,8 +30,39 @@ sys.exit(0 if numbers == sorted(numbers) and wanted in ("", found) else 3)
 PY
 }
 
+# Say how long something takes, until it is over: every second in a terminal, every five seconds elsewhere.
+tick() {
+    local began=$SECONDS pause=5
+    [[ -t 2 ]] && pause=1
+    while sleep $pause >/dev/null 2>&1; do
+        if [[ -t 2 ]]; then
+            printf '\rsetup: %s: %d s' "$1" $((SECONDS - began)) >&2
+        else
+            say "$1: $((SECONDS - began)) s"
+        fi
+    done
+}
+
+ticker=
+stop_ticking() {
+    [[ -n $ticker ]] || return 0
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    ticker=
+    [[ ! -t 2 ]] || printf '\r\033[K' >&2
+}
+trap stop_ticking EXIT
+
+# pip_install TEXT ARGUMENTS: pip itself says nothing for minutes.
 pip_install() {
-    "$env_dir/bin/python" -m pip install --disable-pip-version-check -qq "$@" || fail \
+    local text=$1 status=0
+    shift
+    say "$text"
+    tick "$text" &
+    ticker=$!
+    "$env_dir/bin/python" -m pip install --disable-pip-version-check -qq "$@" || status=$?
+    stop_ticking
+    [[ $status == 0 ]] || fail \
         "pip could not install: $*. Its own message is above; if it speaks of connections, check the network" \
         "or the package index pip is configured for, then run the same make command again."
 }
@@ -77,11 +108,9 @@ case $status in
     3) fail "expected torch ${wanted_torch:-$first_torch to $last_torch} in $env_dir, found" \
             "$("$env_dir/bin/python" -c 'import torch; print(torch.__version__)'). It is yours, so it is not replaced:" \
             "deactivate or remove that environment to get a fresh one, or install torch==$torch_version yourself." ;;
-    *) say "installing torch $torch_version (the one long download)"
-       # Exact and on its own: asked for a range, pip may pick a build with gigabytes of GPU libraries.
-       pip_install "torch==$torch_version" ;;
+    *) # Exact and on its own: asked for a range, pip may pick a build with gigabytes of GPU libraries.
+       pip_install "installing torch $torch_version (the one long download)" "torch==$torch_version" ;;
 esac
 
-say "installing mics and its development tools"
-pip_install --editable '.[dev]'
+pip_install "installing mics and its development tools" --editable '.[dev]'
 say "ready in $env_dir"

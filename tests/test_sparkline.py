@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.utils.sparkline import sparkline
+from mics.utils.sparkline import Curve, sparkline
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,15 @@ def test_it_fits_and_higher_values_are_never_lower(values: list[float], width: i
         assert [filled for _, filled in drawn] == sorted(columns)
         if max(values) - min(values) > 1e-3:
             assert max(columns) == 8 * height
+
+
+def test_a_long_curve_keeps_its_shape_and_its_last_value() -> None:
+    """However many values come: few are kept, each the mean of as many, but for the last."""
+    curve = Curve(limit=8)
+    for value in range(100):
+        curve.add(float(value))
+    assert curve.values == [7.5, 23.5, 39.5, 55.5, 71.5, 87.5, 97.5]
+    short = Curve(limit=8)
+    for value in range(7):
+        short.add(float(value))
+    assert short.values == [0, 1, 2, 3, 4, 5, 6]

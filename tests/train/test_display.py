@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -123,7 +124,7 @@ def test_a_checkpoint_is_named_when_it_is_on_disk(tmp_path: Path) -> None:
         board.saving_step = begun
         if on_disk is not None:
             _save(tmp_path, on_disk)
-        board._saved = (-10.0, "")  # looked up some time ago
+        board._saved = (-math.inf, "")  # looked up some time ago
         found.append(board.as_line().split("checkpoint ")[1].split(" | ")[0])
     assert found == ["step 4, being written", "step 4, 0 s ago", "step 8, being written"]
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from mics.checkpoint.folders import latest_in
 from mics.train.metrics import Measurement
 from mics.utils.numbers import clock, fixed, memory, percent, roughly, tflops, volume, whole
-from mics.utils.sparkline import sparkline
+from mics.utils.sparkline import Curve, sparkline
 
 _NUM_ARRIVALS: Final = 20  # measurements that the time left is reckoned from
 _LOOK_SECONDS: Final = 2.0  # between looks into the folder of checkpoints
@@ -36,7 +36,7 @@ class Board:
     checkpoint_dir: Path | None = None
     """None where the run saves none."""
     measurement: Measurement | None = None
-    losses: list[float] = field(default_factory=list)
+    losses: Curve = field(default_factory=Curve)
     validation: tuple[int, float] | None = None
     """Step and loss."""
     saving_step: int | None = None
@@ -44,13 +44,15 @@ class Board:
     began: float = field(default_factory=time.monotonic)
     _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_NUM_ARRIVALS))
     _step_seconds: float | None = None
-    _saved: tuple[float, str] = (-_LOOK_SECONDS, "")  # when it was looked up, and what was found
+    _saved: tuple[float, str] = (-math.inf, "")  # when it was looked up, and what was found
 
     def note(self, measurement: Measurement, *, now: float | None = None) -> None:
         """A step was measured. Those of a run that goes on come all at once, and say nothing about speed."""
         now = time.monotonic() if now is None else now
         self.measurement = measurement
-        self.losses.append(measurement.loss)
+        self.losses.add(measurement.loss)
+        if measurement.step == self.num_steps:
+            self._saved = (-math.inf, "")  # what stays on the screen is true
         if self._arrivals and now - self._arrivals[-1][0] < 1e-3:
             self._arrivals.pop()
         self._arrivals.append((now, measurement.step))
@@ -91,7 +93,7 @@ class Board:
         if self.measurement is not None:
             rows = list(self._rows(self.measurement))
             if width < _NARROW or console.height < _LOW:
-                yield Text(sparkline(self.losses, width - 2)[0], style="cyan", justify="left")
+                yield Text(sparkline(self.losses.values, width - 2)[0], style="cyan", justify="left")
                 yield _figures(rows)
             else:
                 yield Text()
@@ -128,7 +130,7 @@ class Board:
     def _curve(self, width: int, height: int) -> Text:
         """The loss, with its highest and lowest value beside it."""
         curve = Text(no_wrap=True)
-        finite = [loss for loss in self.losses if math.isfinite(loss)] or [math.nan]
+        finite = [loss for loss in self.losses.values if math.isfinite(loss)] or [math.nan]
         labels = [""] * height
         labels[0], labels[-1] = f"{max(finite):.2f} ", f"{min(finite):.2f} "
         for number, line in enumerate(sparkline(self._spread(width), width, height)):
@@ -139,8 +141,9 @@ class Board:
     def _spread(self, width: int) -> list[float]:
         """The losses, each as often as lets a short run fill the width when it ends."""
         step = 1 if self.measurement is None else self.measurement.step
-        in_all = len(self.losses) * self.num_steps / step
-        return [loss for loss in self.losses for _ in range(max(1, int(width / max(1.0, in_all))))]
+        losses = self.losses.values
+        in_all = len(losses) * self.num_steps / step
+        return [loss for loss in losses for _ in range(max(1, int(width / max(1.0, in_all))))]
 
     def _rows(self, found: Measurement) -> Iterator[tuple[str, str]]:
         yield "loss", f"{found.loss:.3f}"

@@ -16,7 +16,7 @@ from mics.train.board import Board
 from mics.utils.numbers import clock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
-_FRAMES_PER_SECOND: Final = 2
+_FRAMES_PER_SECOND: Final = 1  # by a thread of a rank, which has other things to do
 Show = Literal["live", "lines", "none"]
 
 

@@ -24,6 +24,7 @@ from mics.train.display import Waiting, open_live
 from mics.train.metrics import Measurement
 
 _FRAME_SECONDS: Final = 0.25
+_BOARD_SECONDS: Final = 0.5
 _READ_NBYTES: Final = 1 << 16
 _LAST_WORDS_SECONDS: Final = 1.0
 
@@ -92,7 +93,8 @@ class TerminalWatch:
     def tick(self) -> None:
         self._take_output()
         self._take_rows()
-        if time.monotonic() - self._drawn >= _FRAME_SECONDS:
+        pause = _BOARD_SECONDS if self._phase is _Phase.TRAINING else _FRAME_SECONDS
+        if time.monotonic() - self._drawn >= pause:
             self._drawn = time.monotonic()
             self._draw(self._live.refresh)
 

@@ -11,6 +11,30 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _LEVELS: Final = len(_BLOCKS) - 1
 
 
+class Curve:
+    """Values to draw, of which there may be very many: beyond a limit each stands for the mean of several."""
+
+    def __init__(self, limit: int = 1024) -> None:
+        self._limit = limit
+        self._means: list[float] = []
+        self._stride = 1  # values that a mean is of
+        self._pending: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) == self._stride:
+            self._means.append(_mean(self._pending))
+            self._pending = []
+        if len(self._means) == self._limit:
+            self._means = [_mean(self._means[at : at + 2]) for at in range(0, self._limit, 2)]
+            self._stride *= 2
+
+    @property
+    def values(self) -> list[float]:
+        """In order, the last one of what has come since."""
+        return [*self._means, _mean(self._pending)] if self._pending else list(self._means)
+
+
 def sparkline(values: Sequence[float], width: int, height: int = 1) -> list[str]:
     """``height`` rows of text, the top first. One column is one value, or the mean of several.
 
