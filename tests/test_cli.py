@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mics
-from mics.cli import COMMANDS, main
+from mics.cli import COMMANDS, Command, main
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +80,41 @@ def test_no_command_or_an_unknown_one_is_a_usage_error(
         main(args)
     assert caught.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+_PRINTING = """
+import sys
+from mics import cli
+cli.COMMANDS["plan"] = cli.Command(summary="", run=lambda args: print("line", flush=bool(args)) or 0)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("args", [["--help"], ["plan"], ["plan", "at once"]])
+def test_output_that_nobody_reads_ends_quietly(args: list[str]) -> None:
+    """As `mics --help | head -1`: no traceback, and the exit code of other programs."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", _PRINTING, *args]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environ, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_another_pipe_that_breaks_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only what is printed may be lost in silence."""
+
+    def fail(args: object) -> int:
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setitem(COMMANDS, "plan", Command(summary="", run=fail))
+    with pytest.raises(BrokenPipeError, match="a worker is gone"):
+        main(["plan"])
 
 
 def test_a_bad_setting_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,16 @@ def test_what_is_not_worth_another_start(tmp_path: Path) -> None:
     assert is_hopeless([final], began=True) and not is_hopeless([left], began=True)
 
 
+def test_output_that_nobody_reads_is_no_failure(tmp_path: Path) -> None:
+    """Rank 0 of `mics train | head`: known by its error while it still ends, then by its exit code."""
+    _write_failure(tmp_path, 0, 0, 141, "Traceback\nBrokenPipeError: [Errno 32] Broken pipe", 10)
+    assert _failures(tmp_path)[0].unread
+    (tmp_path / "node0.log").write_text("")
+    assert [failure.unread for failure in _failures(tmp_path)] == [True]
+    _write_failure(tmp_path, 1, 0, 1, LOST, 10)
+    assert [failure.unread for failure in _failures(tmp_path)].count(True) == 1
+
+
 def test_an_error_before_training_is_not_tried_again(tmp_path: Path) -> None:
     """A module that is missing stays missing; a rank that was killed, or lost another, may have luck."""
     _write_failure(tmp_path, 0, 0, 1, "Traceback\nModuleNotFoundError: No module named 'numpi'", 10)

@@ -39,6 +39,7 @@ def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
+    assert "\x1b" not in done.stdout and "step 6/6 | loss " in done.stdout
     assert "4 ranks = 2 nodes x 2 (CPU), partition groups of 2, replication groups of 2" in done.stdout
     assert "The model writes:" in done.stdout
     run_dir = tmp_path / "demo"
