@@ -31,11 +31,7 @@ def test_the_small_emulator_reads_what_rich_writes() -> None:
 
 
 def test_a_run_is_drawn_and_leaves_its_board_and_results(tmp_path: Path) -> None:
-<<<<<<< HEAD
-    """Starting, the board with every figure, results below it; each once, and no line for what was waited for."""
-=======
     """The board with every figure and results below it, each once. What was waited for is gone."""
->>>>>>> h-show
     args = ["--steps", "8", "--checkpoint.interval", "4", "--logger", "tensorboard"]
     with Terminal(_train(tmp_path, *args)) as terminal:
         assert terminal.wait(timeout=200) == 0, terminal.screen()
