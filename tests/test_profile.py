@@ -264,6 +264,17 @@ def test_bad_input(options: dict[str, Any]) -> None:
         assert "profile: expected" in error.message
 
 
+def _profile_at_odds() -> None:
+    model = mics.shard(GPT(SMALL))
+    mics.profile(model, steps=1 + torch.distributed.get_rank())
+
+
+def test_ranks_must_agree() -> None:
+    for error in run_expecting_error(2, _profile_at_odds):
+        assert error.is_a("SettingsError")
+        assert "expected all ranks to call it" in error.message
+
+
 def _profile_twice() -> None:
     model = mics.shard(GPT(SMALL))
     first = mics.profile(model, warmup=0)

@@ -115,8 +115,7 @@ class Profile:
 
     def __init__(self, model: nn.Module, *, steps: int, warmup: int, folder: Path | None, show: bool) -> None:
         self.report: ProfileReport | None = None
-        self._engines = engines_of(model)
-        self._engine = engine_of(model)
+        self._engines = engines_of(model)  # the model's own first
         self._steps, self._warmup = steps, warmup
         self._folder, self._show = folder, show
         self._host = None if self._engine.world.imagined else self._engine.world.host_group()
@@ -148,6 +147,10 @@ class Profile:
             self._tape.running = False
 
     # -- inside -------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        return self._engines[0]
 
     def _hear(
         self, engine: Engine, what: What, listener: Callable[[Event], None], *, first: bool = False
@@ -216,6 +219,7 @@ class Profile:
             print(self.report, flush=True)
         if self._folder is not None and world.rank in (0, self.report.slowest.rank):
             self._write(self._folder, cut, works, ends)
+        self._engines.clear()  # whoever keeps the report need not keep the model
 
     def _write(
         self, folder: Path, cut: Sequence[Stretch], works: Sequence[Done], ends: Sequence[float]
@@ -271,6 +275,12 @@ def profile(
     engine = engine_of(model)
     if engine.mesh.lanes.watch is not None:
         raise SettingsError("profile: expected no other profile under way, found one; stop() it first")
+    asked = engine.world.gather_objects((steps, warmup, engine.progress.num_steps))
+    if len(set(asked)) > 1:
+        raise SettingsError(
+            "profile: expected all ranks to call it with the same steps and warmup after the same optimizer "
+            f"step, found (steps, warmup, step) of {asked}"
+        )
     return Profile(
         model, steps=steps, warmup=warmup, folder=None if folder is None else Path(folder), show=show
     )
