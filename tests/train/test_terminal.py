@@ -40,7 +40,7 @@ def test_a_run_is_drawn_and_leaves_its_board_and_results(tmp_path: Path) -> None
         assert word in terminal.content and word not in screen
     assert screen.count("step 8/8") == screen.count("100%") == 1
     order = ["2 ranks = 1 node x 2 (CPU)", "step 8/8", "tokens/s", "RSS", "sent per step"]
-    order += ["checkpoint  step ", "loss 5.", "The model writes:", "picture  "]
+    order += ["checkpoint  step ", "loss 5.", "The model writes:", "picture  ", "events   "]
     places = [screen.index(word) for word in order]
     assert places == sorted(places), screen
     assert "█" in screen and terminal.has_cursor
