@@ -60,11 +60,15 @@ class Board:
         self._step_seconds = (last - first) / (last_step - first_step) if last_step > first_step else None
 
     def seconds_left(self, now: float) -> float | None:
-        """By the wall clock, with validation and checkpoints; None before two measurements."""
+        """By the wall clock, with validation and checkpoints; None before two measurements.
+
+        A run that stands still does not come closer to its end.
+        """
         if self.measurement is None or self._step_seconds is None:
             return None
         all_left = (self.num_steps - self.measurement.step) * self._step_seconds
-        return max(0.0, all_left - (now - self._arrivals[-1][0])) if all_left else 0.0
+        (before, _), (last, _) = self._arrivals[-2], self._arrivals[-1]
+        return max(0.0, all_left - min(now - last, last - before))
 
     def as_line(self) -> str:
         """Everything in one line, for a file or a pipe."""

@@ -179,6 +179,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
     ):
         for measurement in history.measurements:
             board.note(measurement)
+        board.validation = history.validations[-1] if history.validations else None
         if last >= config.steps and not history.measurements and run.me.rank == 0:
             raise SettingsError(f"steps: expected more than the checkpoint's {last}, found {config.steps}")
         for step in range(last + 1, config.steps + 1):

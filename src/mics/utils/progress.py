@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS: Final = 2.0  # shorter work shows nothing
 _LINE_SECONDS: Final = 5.0
-_FRAME_SECONDS: Final = 0.25
-_NO_TERMINALS: Final = ("dumb", "unknown")
+_FRAME_SECONDS: Final = 0.5
+_NO_TERMINALS: Final = ("", "dumb", "unknown")
 
 
 def is_live(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
