@@ -30,6 +30,7 @@ from mics.diagnostics.tape import DeviceClock, Done, HostClock, Moment, Tape
 from mics.engine import Engine, engine_of, engines_of
 from mics.errors import SettingsError
 from mics.schedule.events import Event, What
+from mics.utils.numbers import plural
 
 _STANDS_OUT = 1.03  # times the median of the ranks
 _MARKS_PER_UNIT = 40  # and step, with two micro-batches: more are made on the way
@@ -211,8 +212,8 @@ class Profile:
         ranks = [own] if self._host is None else self._host.all_gather(own)
         topology = self._engine.topology
         about = (
-            f"{len(times.steps)} steps, {world.size} ranks, partition size {topology.partition_size}, "
-            f"{topology.num_replicas} replicas"
+            f"{plural(len(times.steps), 'step')}, {plural(world.size, 'rank')}, partition size "
+            f"{topology.partition_size}, {plural(topology.num_replicas, 'replica')}"
         )
         self.report = ProfileReport(times=times, rank=world.rank, ranks=tuple(ranks), about=about)
         if self._show and world.rank == 0:

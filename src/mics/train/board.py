@@ -83,6 +83,7 @@ class Board:
         parts.append(self._memory(found))
         sent = f"sent {volume(found.intra_nbytes)} intra-node"
         parts.append(f"{sent} + {volume(found.inter_nbytes)} inter-node" if found.inter_nbytes else sent)
+        parts += [] if found.exposed is None else [f"exposed communication {percent(found.exposed)}"]
         saved = self._checkpoint(now)
         parts += [f"checkpoint {saved}"] if saved else []
         left = self.seconds_left(now)
@@ -164,6 +165,8 @@ class Board:
         yield "intra-node", f"{volume(found.intra_nbytes)} sent per step"
         if found.inter_nbytes:
             yield "inter-node", f"{volume(found.inter_nbytes)} sent per step"
+        if found.exposed is not None:
+            yield "exposed", f"{percent(found.exposed)} of a step waits for communication"
         saved = self._checkpoint(time.monotonic())
         if saved:
             yield "checkpoint", saved
