@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+from torch import nn
 
 import mics
-from mics.comm.lanes import Work
+from mics.comm.lanes import INLINE, Work
 from mics.cost.clusters import find_cluster
 from mics.diagnostics import step_times as parts
 from mics.diagnostics.step_times import step_ends, step_times, stretches
-from mics.diagnostics.tape import Done, Moment, Point
+from mics.diagnostics.tape import Done, HostClock, Moment, Point, Reading, Tape
 from mics.engine import engine_of
 from mics.models import GPT, GPTConfig
 from tests.ranks import run_expecting_error, run_ranks
@@ -126,6 +129,78 @@ def test_a_gpu_that_keeps_up_with_the_host_waits_for_it() -> None:
     )
 
 
+def test_a_slow_host_does_not_hide_what_follows() -> None:
+    points = [
+        Point(0.0, Moment.STEP_OVER, lag=0.0),
+        Point(0.0, Moment.FORWARD, lag=0.0),
+        Point(1.0, Moment.BACKWARD, lag=0.0),
+        Point(2.0, Moment.BACKWARD_OVER, lag=0.0),  # of a micro-batch
+        Point(4.0, Moment.FORWARD, lag=0.0),
+        Point(5.0, Moment.BACKWARD, lag=0.0),
+        Point(6.0, Moment.BACKWARD_OVER, lag=0.5),
+        Point(7.0, Moment.OPTIMIZER, lag=0.5),
+        Point(8.0, Moment.STEP_OVER, lag=0.5),
+    ]
+    found = step_times(stretches(points, []), step_ends(points))
+    assert found.kinds == pytest.approx(
+        {parts.HOST: 3.0, parts.DATA: 2.0, parts.BACKWARD: 1.0, parts.OPTIMIZER: 2.0}
+    )
+
+
+def test_between_forwards_without_gradients_it_is_the_users_time() -> None:
+    points = [
+        Point(0.0, Moment.STEP_OVER),
+        Point(0.0, Moment.EVALUATION),
+        Point(0.0, Moment.ENTER, ""),
+        Point(1.0, Moment.LEAVE, ""),
+        Point(4.0, Moment.EVALUATION),  # three seconds of data
+        Point(4.0, Moment.ENTER, ""),
+        Point(5.0, Moment.LEAVE, ""),
+        Point(6.0, Moment.FORWARD),  # one more
+        Point(6.0, Moment.ENTER, ""),
+        Point(7.0, Moment.LEAVE, ""),
+        Point(8.0, Moment.BACKWARD),  # the loss
+        Point(9.0, Moment.BACKWARD_OVER),
+        Point(9.0, Moment.OPTIMIZER),
+        Point(10.0, Moment.STEP_OVER),
+    ]
+    found = step_times(stretches(points, []), step_ends(points))
+    assert found.kinds == pytest.approx(
+        {parts.FORWARD: 4.0, parts.DATA: 4.0, parts.BACKWARD: 1.0, parts.OPTIMIZER: 1.0}
+    )
+
+
+class _Clock:
+    def __init__(self, *readings: float) -> None:
+        self._readings = list(readings)
+
+    def mark(self) -> float:
+        return self._readings.pop(0)
+
+    def read(self, mark: float) -> Reading:
+        return Reading(mark, 0.0)
+
+
+def test_marks_of_several_streams_come_in_their_order() -> None:
+    tape = Tape(_Clock(0.0, 5.0, 3.0, 6.0))
+    for moment in (Moment.STEP_OVER, Moment.FORWARD, Moment.BACKWARD, Moment.STEP_OVER):
+        tape.note(moment)
+    points, _ = tape.read()
+    found = step_times(stretches(points, []), step_ends(points))
+    assert sum(found.kinds.values()) == pytest.approx(found.seconds)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_a_wait() -> None:
+    tape = Tape(HostClock())
+    with pytest.raises(KeyboardInterrupt):
+        tape.follow(INLINE, GATHER).submit(_interrupt)
+    assert [point.moment for point in tape.read()[0]] == [Moment.WAIT, Moment.WAIT_OVER]
+
+
 def test_a_second_optimizer_ends_no_step() -> None:
     points = [
         Point(0.0, Moment.STEP_OVER),
@@ -195,6 +270,7 @@ def test_the_slowest_rank_and_the_data_are_named() -> None:
     for rank, (report, _, _) in enumerate(found):
         assert report.slowest.rank == 2
         assert "rank 2 is the slowest" in str(report)
+        assert "most of the difference in forward" in str(report)
         assert report.times.kinds[parts.DATA] > 0.19
         if rank != 2:  # they wait for it: in the node, or between replicas
             assert report.times.exposed > 0.3
@@ -223,9 +299,27 @@ def test_an_emulated_network_is_seen_as_the_emulator_clocks_it() -> None:
         assert times.exposed == pytest.approx(blocked, rel=0.03)
 
 
-def _write_files(folder: str) -> None:
+def test_the_first_step_waits_for_the_refresh_before_it() -> None:
+    cluster = find_cluster("p4d.24xlarge:2")
+    slow = replace(cluster, inter=replace(cluster.inter, bandwidth=4e5))
+    with mics.emulate(slow):
+        model = mics.shard(GPT(SMALL), partition_size=8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        profile = mics.profile(model, steps=1, warmup=1, folder=None, show=False)
+        for _ in range(2):
+            tokens = torch.zeros(2, 16, dtype=torch.int64)
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kinds = profile.report.times.kinds  # type: ignore[union-attr]
+        assert kinds[parts.REFRESH] > 0.4
+        assert kinds[parts.FORWARD] < 0.4
+
+
+def _write_files(folder: str, partition_size: int = 2) -> None:
     torch.manual_seed(0)
-    model = mics.shard(GPT(SMALL), partition_size=2, activations=mics.Activations(checkpoint="unit"))
+    activations = mics.Activations(checkpoint="unit")
+    model = mics.shard(GPT(SMALL), partition_size=partition_size, activations=activations)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     profile = mics.profile(model, steps=2, warmup=0, folder=folder, show=False)
     for _ in range(2):
@@ -250,6 +344,63 @@ def test_files(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run_ranks(2, _write_files, str(tmp_path / "file"))
+
+
+def _save_beside(folder: str) -> list[int]:
+    model = mics.shard(GPT(SMALL), partition_size=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(3):
+        profile = mics.profile(model, steps=1, warmup=0, folder=None, show=False)
+        saving = mics.save(f"{folder}/{number}", model, optimizer, wait=False)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saving.wait()
+    assert profile.report is not None
+    return [times.rank for times in profile.report.ranks]
+
+
+def test_a_save_in_the_background_has_messages_of_its_own(tmp_path: Path) -> None:
+    assert run_ranks(4, _save_beside, str(tmp_path)) == [[0, 1, 2, 3]] * 4
+
+
+def test_a_picture_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("numpy.core.multiarray failed to import")
+
+    monkeypatch.setattr("mics.diagnostics.profiling.draw_profile", fail)
+    with pytest.warns(UserWarning, match="failed to import"):
+        _write_files(str(tmp_path), 1)
+    assert (tmp_path / "rank-0.trace.json").exists()
+
+
+class _WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
+        return self.head(self.body(x)).sum()  # type: ignore[no-any-return]
+
+
+def _train_head() -> set[str]:
+    model = mics.shard(_WithHead())
+    model.head = mics.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    profile = mics.profile(model, steps=1, warmup=1, folder=None, show=False)
+    for _ in range(2):
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+    assert profile.report is not None
+    return set(profile.report.times.modules)
+
+
+def test_a_part_that_is_trained_alone() -> None:
+    for modules in run_ranks(2, _train_head):
+        assert {"head.0", "head.1"} <= modules
 
 
 def _profile_badly(options: dict[str, Any]) -> None:
@@ -284,6 +435,29 @@ def _profile_twice() -> None:
     assert first.finished
     mics.profile(model, warmup=0).stop()
     assert engine_of(model).mesh.lanes.watch is None
+    second = mics.profile(model, warmup=2)
+    with pytest.raises(mics.SettingsError, match="profile"):
+        mics.profile(mics.shard(GPT(SMALL)))  # models share lanes
+    second.stop()
+
+
+def _drop_profiled() -> None:
+    kept = mics.shard(GPT(SMALL))
+    model = mics.shard(GPT(SMALL))
+    stopped = mics.profile(model, warmup=2)
+    stopped.stop()
+    mics.profile(model, warmup=0)
+    assert engine_of(kept).mesh.lanes.watch is not None
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert engine_of(kept).mesh.lanes.watch is None
+    mics.profile(kept).stop()
+
+
+def test_a_model_that_is_gone_is_not_recorded() -> None:
+    run_ranks(2, _drop_profiled)
 
 
 def test_one_at_a_time() -> None:

@@ -45,14 +45,14 @@ def write_profile_trace(
 ) -> None:
     """All steps: a track for the computation, one for what it waits for, and one for each lane."""
     start, end = window
-    computed = [_slice(found, start) for found in cut if found.kind not in EXPOSED and found.end > start]
-    waited = [_slice(found, start) for found in cut if found.kind in EXPOSED and found.end > start]
+    computed = [_slice(found, start) for found in cut if found.kind not in EXPOSED and found.start >= start]
+    waited = [_slice(found, start) for found in cut if found.kind in EXPOSED and found.start >= start]
     tracks = {"computation": computed, "waits": waited}
     for work in _inside(works, window):
         facts = {"kind": work.work.kind, "for": kind_of(work.work)}
         name = f"{work.work.kind} {work.work.label}"
         tracks.setdefault(lane_name(work), []).append(
-            TraceSlice(name, work.start - start, min(work.end, end) - start, facts)
+            TraceSlice(name, max(0.0, work.start - start), min(work.end, end) - start, facts)
         )
     write_tracks(file, tracks, title=title)
 

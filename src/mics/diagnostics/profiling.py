@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
+from weakref import WeakSet, finalize
 
+import torch
 import torch.nn as nn
 
 from mics.activations.transfers import Transfers
+from mics.comm.journal import calling, collective_call
+from mics.comm.lanes import Lanes
 from mics.diagnostics.profile_files import draw_profile, write_profile_trace
 from mics.diagnostics.step_times import (
     ABOUT,
@@ -27,7 +33,7 @@ from mics.diagnostics.step_times import (
     stretches,
 )
 from mics.diagnostics.tape import DeviceClock, Done, HostClock, Moment, Tape
-from mics.engine import Engine, engine_of, engines_of
+from mics.engine import Engine, engine_of, engines_of, is_sharded
 from mics.errors import SettingsError
 from mics.schedule.events import Event, What
 from mics.utils.numbers import plural
@@ -104,11 +110,17 @@ class ProfileReport:
         if len(self.ranks) == 1:
             return "one rank: nothing to compare it with"
         if slowest.own < _STANDS_OUT * median:
-            return f"no rank stands out: each computes about {_ms(median)} per step"
+            return f"no rank stands out: each takes about {_ms(median)} per step without its waits"
         return (
-            f"rank {slowest.rank} is the slowest: it computes {_ms(slowest.own)} per step, the median rank "
-            f"{_ms(median)}; the others wait for it in their communication"
+            f"rank {slowest.rank} is the slowest: {_ms(slowest.own)} per step without its waits, the median "
+            f"rank {_ms(median)}, most of the difference in {self._excess()}; the others wait for it"
         )
+
+    def _excess(self) -> str:
+        """The row in which the slowest rank differs most from the others."""
+        own = [kind for kind in ABOUT if kind not in EXPOSED]
+        medians = {kind: statistics.median(r.kinds.get(kind, 0.0) for r in self.ranks) for kind in own}
+        return max(own, key=lambda kind: self.slowest.kinds.get(kind, 0.0) - medians[kind])
 
 
 class Profile:
@@ -119,15 +131,22 @@ class Profile:
         self._engines = engines_of(model)  # the model's own first
         self._steps, self._warmup = steps, warmup
         self._folder, self._show = folder, show
-        self._host = None if self._engine.world.imagined else self._engine.world.host_group()
+        self._prefixes = _prefixes(model)
+        self._unwatch: Callable[[], object] = _nothing
         self._tape: Tape | None = None
         self._had_forward = False
         self._ends = 0
         self._heard: list[tuple[list[Callable[[Event], None]], Callable[[Event], None]]] = []
-        self._hear(self._engine, What.FORWARD_BEGINS, self._begin_forward, first=True)
-        self._hear(self._engine, What.REFRESHED, self._end_step)
+        self._hear(self._engines[0], What.FORWARD_BEGINS, self._begin_forward, first=True)
+        for engine in self._engines:  # an optimizer may have parameters of one of them alone
+            self._hear(engine, What.STEP_ENDS, self._begin_refresh, first=True)
+            self._hear(engine, What.REFRESHED, self._end_step)
+        _profiles.add(self)
         if warmup == 0:
             self._start()
+            for lanes in {engine.mesh.lanes for engine in self._engines}:
+                lanes.drain()  # nobody watched what they are doing
+            self._note(Moment.STEP_OVER)
 
     @property
     def finished(self) -> bool:
@@ -135,23 +154,21 @@ class Profile:
         return not self._heard
 
     def stop(self) -> None:
-        """Record no more. What has been recorded so far is dropped, unless all steps have run."""
-        for engine in self._engines:
-            if engine.mesh.lanes.watch is self._tape:
-                engine.mesh.lanes.watch = None
-            for transfers in _transfers(engine):
-                transfers.watch = None
+        """Record no more, on all ranks. What has been recorded is dropped, unless all steps have run."""
+        self._unwatch()
+        self._engines.clear()  # whoever keeps the report need not keep the model
         for listeners, listener in self._heard:
             listeners.remove(listener)
         self._heard.clear()
         if self._tape is not None:
             self._tape.running = False
 
-    # -- inside -------------------------------------------------------------------------------------
+    def shares_lanes(self, engines: Sequence[Engine]) -> bool:
+        """Whether it sees what the lanes of ``engines`` do, or will."""
+        lanes = {engine.mesh.lanes for engine in engines}
+        return any(engine.mesh.lanes in lanes for engine in self._engines)
 
-    @property
-    def _engine(self) -> Engine:
-        return self._engines[0]
+    # -- inside -------------------------------------------------------------------------------------
 
     def _hear(
         self, engine: Engine, what: What, listener: Callable[[Event], None], *, first: bool = False
@@ -161,56 +178,65 @@ class Profile:
         self._heard.append((listeners, listener))
 
     def _start(self) -> None:
-        device = self._engine.device
+        device = self._engines[0].device
         num_units = sum(len(engine.units) for engine in self._engines)
         spare = _MARKS_PER_UNIT * num_units * self._steps
         self._tape = tape = Tape(DeviceClock(device, spare) if device.type == "cuda" else HostClock())
 
-        def noting(moment: Moment) -> Callable[[Event], None]:
-            return lambda event: tape.note(moment, event.module)
+        def noting(moment: Moment, prefix: str = "") -> Callable[[Event], None]:
+            return lambda event: tape.note(moment, _joined(prefix, event.module))
 
-        self._hear(self._engine, What.BACKWARD_BEGINS, noting(Moment.BACKWARD), first=True)
-        self._hear(self._engine, What.BACKWARD_ENDS, noting(Moment.BACKWARD_OVER))
-        self._hear(self._engine, What.STEP_BEGINS, noting(Moment.OPTIMIZER), first=True)
-        for engine in self._engines:
-            self._hear(engine, What.MODULE_FORWARD_BEGINS, noting(Moment.ENTER))
-            self._hear(engine, What.MODULE_FORWARD_ENDS, noting(Moment.LEAVE))
-            self._hear(engine, What.MODULE_BACKWARD_BEGINS, noting(Moment.ENTER_BACKWARD))
-            self._hear(engine, What.MODULE_BACKWARD_ENDS, noting(Moment.LEAVE_BACKWARD))
+        self._hear(self._engines[0], What.BACKWARD_BEGINS, noting(Moment.BACKWARD), first=True)
+        self._hear(self._engines[0], What.BACKWARD_ENDS, noting(Moment.BACKWARD_OVER))
+        for engine, prefix in zip(self._engines, self._prefixes, strict=True):
+            self._hear(engine, What.STEP_BEGINS, noting(Moment.OPTIMIZER), first=True)
+            self._hear(engine, What.MODULE_FORWARD_BEGINS, noting(Moment.ENTER, prefix))
+            self._hear(engine, What.MODULE_FORWARD_ENDS, noting(Moment.LEAVE, prefix))
+            self._hear(engine, What.MODULE_BACKWARD_BEGINS, noting(Moment.ENTER_BACKWARD, prefix))
+            self._hear(engine, What.MODULE_BACKWARD_ENDS, noting(Moment.LEAVE_BACKWARD, prefix))
             self._hear(engine, What.RECOMPUTATION_BEGINS, noting(Moment.RECOMPUTE))
             self._hear(engine, What.RECOMPUTATION_ENDS, noting(Moment.RECOMPUTE_OVER))
-            engine.mesh.lanes.watch = tape
-            for transfers in _transfers(engine):
-                transfers.watch = tape
-        tape.note(Moment.STEP_OVER)
+        watched: list[Lanes | Transfers] = [engine.mesh.lanes for engine in self._engines]
+        watched += [transfers for engine in self._engines for transfers in _transfers(engine)]
+        for each in watched:
+            each.watch = tape
+        # Lanes outlive the model: they must not go on taking notes when it is gone.
+        self._unwatch = unwatch = finalize(self, _unwatch, watched, tape)
+        unwatch.atexit = False
+
+    def _note(self, moment: Moment) -> None:
+        if self._tape is not None:
+            self._tape.note(moment)
 
     def _begin_forward(self, event: Event) -> None:
         self._had_forward = True
-        if self._tape is not None:
-            self._tape.note(Moment.FORWARD)
+        self._note(Moment.FORWARD if torch.is_grad_enabled() else Moment.EVALUATION)
+
+    def _begin_refresh(self, event: Event) -> None:
+        """The first recorded step waits for the refresh of the one before it."""
+        if self._tape is None and self._had_forward and self._ends + 1 == self._warmup:
+            self._start()
 
     def _end_step(self, event: Event) -> None:
-        if self._tape is not None:
-            self._tape.note(Moment.STEP_OVER)
+        self._note(Moment.STEP_OVER)
         if not self._had_forward:  # a second optimizer's step
             return
         self._had_forward = False
         self._ends += 1
-        if self._tape is None and self._ends == self._warmup:
-            self._start()
-        elif self._tape is not None and self._ends == self._warmup + self._steps:
+        if self._tape is not None and self._ends == self._warmup + self._steps:
             self._finish(self._tape)
 
     def _finish(self, tape: Tape) -> None:
+        world, topology = self._engines[0].world, self._engines[0].topology
         self.stop()
         points, works = tape.read()
         cut = stretches(points, works)
         ends = step_ends(points)
         times = step_times(cut, ends)
-        world = self._engine.world
         own = RankTimes(rank=world.rank, seconds=times.seconds, own=times.own, kinds=times.kinds)
-        ranks = [own] if self._host is None else self._host.all_gather(own)
-        topology = self._engine.topology
+        # Not over the host group: a save in the background may be at work there.
+        with calling("mics.profile"):
+            ranks = [own] if world.imagined is not None else world.gather_objects(own)
         about = (
             f"{plural(len(times.steps), 'step')}, {plural(world.size, 'rank')}, partition size "
             f"{topology.partition_size}, {plural(topology.num_replicas, 'replica')}"
@@ -220,7 +246,6 @@ class Profile:
             print(self.report, flush=True)
         if self._folder is not None and world.rank in (0, self.report.slowest.rank):
             self._write(self._folder, cut, works, ends)
-        self._engines.clear()  # whoever keeps the report need not keep the model
 
     def _write(
         self, folder: Path, cut: Sequence[Stretch], works: Sequence[Done], ends: Sequence[float]
@@ -241,13 +266,18 @@ class Profile:
                 last = (ends[-2], ends[-1])
                 draw_profile(image, cut, works, window=last, title=title, subtitle=report.about)
                 written += f", {image}"
-        except OSError as error:
-            warnings.warn(f"profile: expected to write to {folder}, found {error}", stacklevel=2)
+        except Exception as error:  # also a matplotlib that does not fit the numpy beside it
+            found = str(error) if isinstance(error, OSError) else repr(error)
+            warnings.warn(f"profile: expected to write to {folder}, found {found}", stacklevel=2)
             return
         if self._show:
             print(f"written: {written}", flush=True)
 
 
+_profiles: Final[WeakSet[Profile]] = WeakSet()
+
+
+@collective_call
 def profile(
     model: nn.Module,
     *,
@@ -271,20 +301,52 @@ def profile(
         show: print the table on rank 0.
     """
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise SettingsError(f"profile: expected {name} of at least {least}, found {value!r}")
     engine = engine_of(model)
-    if engine.mesh.lanes.watch is not None:
+    own = (steps, warmup, engine.progress.num_steps), _is_under_way(engines_of(model))
+    asked, under_way = zip(*engine.world.gather_objects(own), strict=True)
+    if any(under_way):
         raise SettingsError("profile: expected no other profile under way, found one; stop() it first")
-    asked = engine.world.gather_objects((steps, warmup, engine.progress.num_steps))
     if len(set(asked)) > 1:
         raise SettingsError(
             "profile: expected all ranks to call it with the same steps and warmup after the same optimizer "
-            f"step, found (steps, warmup, step) of {asked}"
+            f"step, found (steps, warmup, step) of {list(asked)}"
         )
     return Profile(
         model, steps=steps, warmup=warmup, folder=None if folder is None else Path(folder), show=show
     )
+
+
+def _is_under_way(engines: Sequence[Engine]) -> bool:
+    """Whether a profile has not ended yet of a model that shares lanes, and is still there."""
+
+    def found() -> bool:
+        return any(not profile.finished and profile.shares_lanes(engines) for profile in _profiles)
+
+    if found():
+        gc.collect()
+    return found()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _unwatch(watched: Sequence[Lanes | Transfers], tape: Tape) -> None:
+    for each in watched:
+        if each.watch is tape:
+            each.watch = None
+
+
+def _prefixes(model: nn.Module) -> list[str]:
+    """What comes before the names of modules, for each engine of the model: a part's are its own."""
+    names = {id(engine_of(module)): name for name, module in model.named_modules() if is_sharded(module)}
+    return [names[id(engine)] for engine in engines_of(model)]
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def _transfers(engine: Engine) -> list[Transfers]:

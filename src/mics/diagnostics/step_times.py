@@ -114,7 +114,7 @@ def stretches(points: Sequence[Point], works: Sequence[Done]) -> list[Stretch]:
     """The whole tape, cut at its marks."""
     found: list[Stretch] = []
     walk = _Walk()
-    for point, following in itertools.pairwise(points):
+    for (point, following), between in zip(itertools.pairwise(points), _kinds_between(points), strict=False):
         walk.go_to(point)
         start, end = point.seconds, following.seconds
         if end <= start:
@@ -126,12 +126,12 @@ def stretches(points: Sequence[Point], works: Sequence[Done]) -> list[Stretch]:
                     Stretch(start=first, end=last, kind=kind_of(work), module=walk.module, label=work.label)
                 )
             continue
-        kind = walk.phase
+        kind = between if walk.phase == _BETWEEN else walk.phase
         starved = point.lag < _STARVED_SECONDS and following.lag < _STARVED_SECONDS
-        if starved and kind in COMPUTATION:
+        if starved and walk.phase in COMPUTATION:
             kind = HOST
         found.append(Stretch(start=start, end=end, kind=kind, module=walk.module))
-    return _name_between(found)
+    return found
 
 
 def step_times(cut: Sequence[Stretch], ends: Sequence[float]) -> StepTimes:
@@ -158,14 +158,14 @@ def step_ends(points: Sequence[Point]) -> list[float]:
     """When steps ended: the optimizer was done, after at least one forward."""
     ends, had_forward = [], True
     for point in points:
-        had_forward |= point.moment is Moment.FORWARD
+        had_forward |= point.moment in (Moment.FORWARD, Moment.EVALUATION)
         if point.moment is Moment.STEP_OVER and had_forward:
             ends.append(point.seconds)
             had_forward = False
     return ends
 
 
-_BETWEEN: Final = "between"  # the optimizer's, or the user's own: what follows tells
+_BETWEEN: Final = "between"  # after a backward: the optimizer's, or the user's own; what follows tells
 
 
 @dataclass
@@ -215,6 +215,7 @@ class _Walk:
 
 _PHASES: Final = {
     Moment.FORWARD: FORWARD,
+    Moment.EVALUATION: _BETWEEN,  # but for its modules
     Moment.BACKWARD: BACKWARD,
     Moment.BACKWARD_OVER: _BETWEEN,
     Moment.OPTIMIZER: OPTIMIZER,
@@ -222,19 +223,18 @@ _PHASES: Final = {
 }
 
 
-def _name_between(found: list[Stretch]) -> list[Stretch]:
-    """After a backward comes clipping, or the next micro-batch: the optimizer's time, or the user's own."""
-    named: list[Stretch] = []
-    following = DATA
-    for stretch in reversed(found):
-        if stretch.kind == _BETWEEN:
-            stretch = Stretch(
-                start=stretch.start, end=stretch.end, kind=following, module=stretch.module, label=""
-            )
-        elif stretch.kind in (FORWARD, OPTIMIZER, DATA):
-            following = OPTIMIZER if stretch.kind == OPTIMIZER else DATA
-        named.append(stretch)
-    return named[::-1]
+def _kinds_between(points: Sequence[Point]) -> list[str]:
+    """For each point what ``_BETWEEN`` means there.
+
+    After a backward comes clipping, or the next micro-batch: the optimizer's time, or the user's own.
+    """
+    kinds: list[str] = []
+    kind = DATA
+    for point in reversed(points):
+        kinds.append(kind)
+        if point.moment in _PHASES:
+            kind = OPTIMIZER if point.moment in (Moment.OPTIMIZER, Moment.STEP_OVER) else DATA
+    return kinds[::-1]
 
 
 def _blame(works: Sequence[Done], place: int, start: float, end: float) -> Iterator[tuple[int, float, float]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ class Moment(enum.Enum):
     """What a mark on the tape says."""
 
     FORWARD = enum.auto()  # of the whole model begins
+    EVALUATION = enum.auto()  # the same without gradients: no backward follows
     BACKWARD = enum.auto()
     BACKWARD_OVER = enum.auto()
     OPTIMIZER = enum.auto()
@@ -136,6 +138,15 @@ class Tape:
         """The computation has come to ``moment``."""
         self._marks.append((moment, module, collective, self.clock.mark()))
 
+    @contextmanager
+    def waiting(self, collective: int) -> Iterator[None]:
+        """Inside, the computation waits, until that is over or somebody presses Ctrl-C."""
+        self.note(Moment.WAIT, collective=collective)
+        try:
+            yield
+        finally:
+            self.note(Moment.WAIT_OVER, collective=collective)
+
     def follow(self, lane: Lane, work: Work) -> Lane:
         return _WatchedLane(self, lane, work)
 
@@ -150,9 +161,11 @@ class Tape:
     def read(self) -> tuple[list[Point], list[Done]]:
         """Stop, and say what is on the tape. Waits until the GPU has come to its end."""
         self.running = False
-        points = []
+        points: list[Point] = []
         for moment, module, collective, mark in self._marks:
             seconds, lag = self.clock.read(mark)
+            # The user may change streams: what comes later is not before.
+            seconds = max(seconds, points[-1].seconds) if points else seconds
             points.append(Point(seconds, moment, module, collective, lag))
         works = []
         for found in self._works:
@@ -183,10 +196,8 @@ class _WatchedLane:
         if self._lane is INLINE:  # the computation itself does it: others wait for nothing
             for ticket in after:
                 ticket.wait()
-            self._tape.note(Moment.WAIT, collective=place)
-            ticket = self._lane.submit(watched)
-            self._tape.note(Moment.WAIT_OVER, collective=place)
-            return ticket
+            with self._tape.waiting(place):
+                return self._lane.submit(watched)
         return _WatchedTicket(self._tape, self._lane.submit(watched, [_plain(t) for t in after]), place)
 
 
@@ -202,9 +213,8 @@ class _WatchedTicket:
         if not self.tape.running or self.ticket.is_over():
             self.ticket.wait()
             return
-        self.tape.note(Moment.WAIT, collective=self.place)
-        self.ticket.wait()
-        self.tape.note(Moment.WAIT_OVER, collective=self.place)
+        with self.tape.waiting(self.place):
+            self.ticket.wait()
 
     def is_over(self) -> bool:
         return self.ticket.is_over()
