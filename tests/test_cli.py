@@ -55,7 +55,9 @@ _MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", _MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "plan" else pytest.mark.full) for name in _MODULES]
+)
 def test_help_of_a_command_loads_that_command_alone(name: str) -> None:
     """Not what runs it either: matplotlib, or the training loop."""
     found = _loaded_by(name, "--help")

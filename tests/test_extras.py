@@ -43,6 +43,7 @@ def _packages(requirements: list[str]) -> set[str]:
     return {_IMPORTED_AS.get(name, name) for name in names}
 
 
+@pytest.mark.full
 def test_the_library_needs_no_extra(tmp_path: Path) -> None:
     """Shard, train, save and load, and every public name loads, in a process without any extra's packages."""
     extras = [package for packages in PACKAGES.values() for package in packages]

@@ -87,7 +87,7 @@ def _save_and_load(folder: str, level: int) -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+@pytest.mark.parametrize("level", [logging.INFO, pytest.param(logging.WARNING, marks=pytest.mark.full)])
 def test_long_saves_and_loads_tell_the_log_of_the_first_rank(tmp_path: Path, level: int) -> None:
     (short, long), others = run_ranks(2, _save_and_load, str(tmp_path / "saved"), level)
     assert (short, others) == ([], ([], []))
