@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -310,3 +311,41 @@ def _interrupted(never: bool = False) -> list[float]:
 def test_training_goes_on_after_an_interrupt() -> None:
     """No hook of torch tells that a forward ended by KeyboardInterrupt."""
     assert run_ranks(4, _interrupted) == run_ranks(4, _interrupted, True)
+
+
+class Probing(Chain):
+    """Asks for a gradient inside its forward, which fails, and goes on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.first(x))
+        probe = x * 1.0
+        probe.register_hook(_refuse)
+        with contextlib.suppress(ArithmeticError):
+            torch.autograd.grad(self.blocks[1](probe).sum(), x)
+        return self.last(self.blocks[2](self.blocks[1](x))).pow(2).mean()
+
+
+def _refuse(grad: torch.Tensor) -> None:
+    raise ArithmeticError("a gradient that is not wanted")
+
+
+def _losses_of_probing(sharded: bool) -> list[float]:
+    torch.manual_seed(0)
+    model: nn.Module = Probing()
+    if sharded:
+        mics.shard(model, partition_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(3):
+        loss = model(_batch(step, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_backward_that_fails_inside_a_forward() -> None:
+    plain = run_ranks(1, _losses_of_probing, False)[0]
+    for losses in run_ranks(WORLD_SIZE, _losses_of_probing, True, ranks_per_node=2):
+        assert losses == pytest.approx(plain, rel=1e-5)

@@ -248,7 +248,10 @@ def _train(
     return (None if profile is None else profile.report), losses, left
 
 
-@pytest.mark.parametrize("options", [{"partition_size": 2}, {"partition_size": 4, "prefetch": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"partition_size": 2}, pytest.param({"partition_size": 4, "prefetch": 0}, marks=pytest.mark.full)],
+)
 def test_it_changes_nothing_and_leaves_nothing(options: dict[str, Any]) -> None:
     options["activations"] = mics.Activations(checkpoint="unit")
     plain = run_ranks(4, _train, options, False, ranks_per_node=2)
@@ -293,6 +296,7 @@ def test_ranks_that_wait_for_buffers_are_not_slow() -> None:
         assert rank == 0 or report.times.kinds[parts.AGREEMENT] > 0.2
 
 
+@pytest.mark.full
 def test_an_emulated_network_is_seen_as_the_emulator_clocks_it() -> None:
     cluster = find_cluster("p4d.24xlarge:2")
     slow = replace(

@@ -33,6 +33,7 @@ class _Terminal(io.TextIOWrapper):
     [
         ({}, True),
         ({"TERM": "dumb"}, False),
+        ({"TERM": ""}, False),
         ({"NO_COLOR": "1"}, False),
         ({"NO_COLOR": ""}, True),
         ({"CI": "true"}, False),

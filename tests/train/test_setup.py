@@ -58,7 +58,7 @@ def test_the_header_is_the_engines(
         assert words + f"replication groups of {setup.num_replicas}" in text
         assert setup.num_replicas * setup.partition_size == setup.num_ranks == 4
         assert setup.num_parameters == numel
-        assert f"partition groups of {setup.partition_size}" in describe_title(CONFIG, setup)
+        assert f"partition size {setup.partition_size}" in describe_title(CONFIG, setup)
 
 
 def test_gpus_that_ranks_share_are_counted_once() -> None:

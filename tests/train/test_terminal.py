@@ -32,18 +32,20 @@ def test_the_small_emulator_reads_what_rich_writes() -> None:
 
 def test_a_run_is_drawn_and_leaves_its_board_and_results(tmp_path: Path) -> None:
     """The board with every figure and results below it, each once. What was waited for is gone."""
-    args = ["--steps", "8", "--checkpoint.interval", "4", "--logger", "tensorboard"]
+    args = ["--steps", "8", "--checkpoint.interval", "4", "--logger", "tensorboard", "--profile", "1"]
     with Terminal(_train(tmp_path, *args)) as terminal:
         assert terminal.wait(timeout=200) == 0, terminal.screen()
     screen = terminal.screen()
     for word in ("starting 2 ranks", "writing results"):
         assert word in terminal.content and word not in screen
     assert screen.count("step 8/8") == screen.count("100%") == 1
-    order = ["2 ranks = 1 node x 2 (CPU)", "step 8/8", "tokens/s", "RSS", "sent per step"]
-    order += ["checkpoint  step ", "loss 5.", "The model writes:", "picture  "]
+    order = ["2 ranks = 1 node x 2 (CPU)", "1 step, 2 ranks", "step 8/8", "tokens/s", "RSS", "sent per step"]
+    order += ["of a step waits for communication"]
+    order += ["checkpoint  step ", "loss 5.", "The model writes:", "picture  ", "events   "]
     places = [screen.index(word) for word in order]
     assert places == sorted(places), screen
     assert "█" in screen and terminal.has_cursor
+    assert (tmp_path / "demo" / "profile" / "rank-0.trace.json").exists()
     assert list((tmp_path / "demo" / "tensorboard").glob("events.out.*"))
 
 

@@ -67,8 +67,8 @@ def answer(
 
 
 def num_stages(cluster: Cluster, *, curves: bool) -> int:
-    """Parts of the work of an answer: partition sizes, and two sets of curves."""
-    return len(sizes_to_try(cluster)) + (2 if curves else 0)
+    """Parts of the work of an answer: partition sizes, the best of them in full, and two sets of curves."""
+    return len(sizes_to_try(cluster)) + 1 + (2 if curves else 0)
 
 
 def complete(
@@ -103,7 +103,6 @@ def _curves(
     request: Request, best: Choice, advance: Callable[[], object], *, strong: bool
 ) -> dict[str, list[tuple[int, float]]]:
     """From the smallest number of nodes that the best choice's groups fill."""
-    advance()
     setting = replace(best.setting, model=request.model)  # finer units would only take longer to play through
     per_node = setting.cluster.ranks_per_node
     first = max(1, -(-setting.partition_size // per_node))
@@ -124,6 +123,7 @@ def _curves(
         nodes *= 2 if strong else _CURVE_STEP
         if nodes > _CURVE_STEP**3 * max(first, setting.cluster.num_nodes):
             break
+    advance()
     return found
 
 

@@ -154,24 +154,25 @@ def sizes_to_try(cluster: Cluster) -> list[int]:
 
 
 def search(request: Request, system: str = "mics", *, advance: Callable[[], object] = lambda: None) -> Found:
-    """Try partition sizes; of each the fastest setting. ``advance`` is called as each of them is begun."""
+    """Try partition sizes; of each the fastest setting. ``advance`` is called after each, and at the end."""
     best: list[Prediction] = []
     too_large = {}
     for size in sizes_to_try(request.cluster):
-        advance()
         needed = smallest_need(request, size)
         settings = list(candidates(request, size)) if needed <= request.limit else []
-        if not settings:
+        if settings:
+            chosen = _in_order([predict_quickly(setting, system) for setting in settings])[0]
+            best.append(_with_whole_masters(request, chosen))
+        else:
             too_large[size] = needed
-            continue
-        chosen = _in_order([predict_quickly(setting, system) for setting in settings])[0]
-        best.append(_with_whole_masters(request, chosen))
+        advance()
     best = _in_order(best)
     if best:
         best[0] = predict(best[0].setting, system)  # all of it, for the timeline
     choices = [
         Choice(prediction=found, memory=found.setting.memory(), limited_by=limit_of(found)) for found in best
     ]
+    advance()
     return Found(request=request, choices=tuple(choices), too_large=too_large)
 
 

@@ -60,11 +60,15 @@ class Board:
         self._step_seconds = (last - first) / (last_step - first_step) if last_step > first_step else None
 
     def seconds_left(self, now: float) -> float | None:
-        """By the wall clock, with validation and checkpoints; None before two measurements."""
+        """By the wall clock, with validation and checkpoints; None before two measurements.
+
+        A run that stands still does not come closer to its end.
+        """
         if self.measurement is None or self._step_seconds is None:
             return None
         all_left = (self.num_steps - self.measurement.step) * self._step_seconds
-        return max(0.0, all_left - (now - self._arrivals[-1][0])) if all_left else 0.0
+        (before, _), (last, _) = self._arrivals[-2], self._arrivals[-1]
+        return max(0.0, all_left - min(now - last, last - before))
 
     def as_line(self) -> str:
         """Everything in one line, for a file or a pipe."""
@@ -79,6 +83,7 @@ class Board:
         parts.append(self._memory(found))
         sent = f"sent {volume(found.intra_nbytes)} intra-node"
         parts.append(f"{sent} + {volume(found.inter_nbytes)} inter-node" if found.inter_nbytes else sent)
+        parts += [] if found.exposed is None else [f"exposed communication {percent(found.exposed)}"]
         saved = self._checkpoint(now)
         parts += [f"checkpoint {saved}"] if saved else []
         left = self.seconds_left(now)
@@ -160,6 +165,8 @@ class Board:
         yield "intra-node", f"{volume(found.intra_nbytes)} sent per step"
         if found.inter_nbytes:
             yield "inter-node", f"{volume(found.inter_nbytes)} sent per step"
+        if found.exposed is not None:
+            yield "exposed", f"{percent(found.exposed)} of a step waits for communication"
         saved = self._checkpoint(time.monotonic())
         if saved:
             yield "checkpoint", saved

@@ -28,6 +28,7 @@ _SCALARS: Final = {
     "memory_nbytes": ("perf/memory_gib", GIB),
     "intra_nbytes": ("comm/intra_gb", _GB),
     "inter_nbytes": ("comm/inter_gb", _GB),
+    "exposed": ("comm/exposed", 1.0),
     "checkpoint_stall_seconds": ("checkpoint/stall_s", 1.0),
 }
 

@@ -173,12 +173,16 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
         on_gpu=run.setup.on_gpu,
         checkpoint_dir=config.checkpoint_dir if config.checkpoint.interval else None,
     )
+    profile = None
+    if config.report.profile:
+        profile = mics.profile(run.model, steps=config.report.profile, folder=config.run_dir / "profile")
     with (
         history.recording(config, run.me, after_step=after),
         Display(console, board, show=_show(config, run.me)) as display,
     ):
         for measurement in history.measurements:
             board.note(measurement)
+        board.validation = history.validations[-1] if history.validations else None
         if last >= config.steps and not history.measurements and run.me.rank == 0:
             raise SettingsError(f"steps: expected more than the checkpoint's {last}, found {config.steps}")
         for step in range(last + 1, config.steps + 1):
@@ -192,6 +196,9 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
                 board.validation = history.validations[-1]
             if step == 1 or step == config.steps or step % config.report.interval == 0:
                 measurement = run.meter.measure(step, grad_norm=grad_norm, learning_rate=learning_rate)
+                if profile is not None and profile.report is not None:
+                    times = profile.report.times
+                    measurement = replace(measurement, exposed=times.exposed / times.seconds)
                 history.add(measurement)
                 board.note(measurement)
                 display.update()

@@ -44,6 +44,8 @@ class Measurement:
     """Bytes this rank sent per step to ranks of its own node, over all groups."""
     inter_nbytes: int = 0
     """Bytes this rank sent per step to other nodes, over all groups."""
+    exposed: float | None = None
+    """Share of a step in which the computation waits for communication; None: not profiled (yet)."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -106,6 +106,8 @@ class ResultPaths:
     summary: Path
     picture: Path
     weights: Path | None
+    events: Path | None
+    """Of TensorBoard."""
 
 
 def write_results(
@@ -119,6 +121,7 @@ def write_results(
         summary=config.run_dir / "run.json",
         picture=config.run_dir / "run.png",
         weights=config.run_dir / "model.pt" if weights else None,
+        events=config.run_dir / "tensorboard" if config.report.logger == "tensorboard" else None,
     )
     last = history.measurements[-1]
     summary = {
@@ -161,3 +164,5 @@ def show_results(console: Console, history: History, *, sample: str, paths: Resu
     console.print(f"\npicture  {paths.picture}\nnumbers  {paths.metrics}, {paths.summary}")
     if paths.weights is not None:
         console.print(f"weights  {paths.weights}")
+    if paths.events is not None:
+        console.print(f"events   {paths.events}; type: tensorboard --logdir {paths.events.parent}")

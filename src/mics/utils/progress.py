@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS: Final = 2.0  # shorter work shows nothing
 _LINE_SECONDS: Final = 5.0
-_FRAME_SECONDS: Final = 0.25
-_NO_TERMINALS: Final = ("dumb", "unknown")
+_FRAME_SECONDS: Final = 0.5
+_NO_TERMINALS: Final = ("", "dumb", "unknown")
 
 
 def is_live(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
@@ -69,7 +69,7 @@ class Amount:
         """``verify: 12.3 GB of 48.0 GB (25.6%) in 30 s, 410 MB/s, about 87 s left``."""
         share = f" ({percent(self.done / self.total)})" if self.total and self.unit == "bytes" else ""
         parts = [f"{self.what}: {self.counted}{share} in {roughly(self.seconds)}", self.rate]
-        if self.seconds_left is not None:
+        if self.seconds_left:
             parts.append(f"about {roughly(self.seconds_left)} left")
         return ", ".join(filter(None, parts))
 
@@ -114,7 +114,7 @@ class LongWork:
     def _draw(self) -> None:
         """Draw the bar, or draw it again."""
         amount = self.amount()
-        left = "" if amount.seconds_left is None else f"{clock(amount.seconds_left)} left"
+        left = f"{clock(amount.seconds_left)} left" if amount.seconds_left else ""
         with self._lock:
             if self._bar is None:
                 self._bar = _make_bar(self._stream or sys.stderr, self._what, self._total)
