@@ -279,6 +279,23 @@ def test_the_slowest_rank_and_the_data_are_named() -> None:
             assert report.times.exposed > 0.3
 
 
+def _train_norms() -> Any:
+    model = mics.shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), partition_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = mics.profile(model, steps=1, warmup=1, folder=None, show=False)
+    for _ in range(2):
+        time.sleep(0.3 * (torch.distributed.get_rank() == 0))
+        model(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+    return profile.report
+
+
+def test_ranks_that_wait_for_buffers_are_not_slow() -> None:
+    for rank, report in enumerate(run_ranks(2, _train_norms)):
+        assert report.slowest.rank == 0
+        assert rank == 0 or report.times.kinds[parts.AGREEMENT] > 0.2
+
+
 @pytest.mark.full
 def test_an_emulated_network_is_seen_as_the_emulator_clocks_it() -> None:
     cluster = find_cluster("p4d.24xlarge:2")

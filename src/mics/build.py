@@ -115,7 +115,7 @@ def _wire(
         units, hops=hops, shown=shown, agreement=agreement, events=events, plans=plans, progress=progress
     )
     autograd = Autograd(sites, events=events, progress=progress)
-    synchronize_buffers = BufferSync(model, mesh.world)
+    synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)
     members = Members(model, autograd, on_change=synchronize_buffers.look_again)
     activations = _activations(settings, units, events, ranks_on_node)
     events[What.FORWARD_CALLED] += [_hearing(refuse_tracing), _hearing(members.check)]

@@ -33,7 +33,7 @@ ABOUT: Final = {
     HOP_1: "exposed: gradients, in the partition group (reduce-scatter)",
     HOP_2: "exposed: gradients, between replicas",
     REFRESH: "exposed: new parameters, between replicas",
-    AGREEMENT: "exposed: small numbers of all ranks (norm, flags)",
+    AGREEMENT: "exposed: small numbers of all ranks (norm, flags, buffers)",
     OFFLOAD: "exposed: activations, between GPU and host",
     HOST: "the GPU waited for the host to launch its work",
     DATA: "outside model and optimizer: data loading, logging, your code",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from mics.comm import Collectives
+from mics.comm.lanes import Lanes, Work
 
 
 class BufferSync:
@@ -16,8 +19,9 @@ class BufferSync:
     every rank in the same forwards, so the ranks agree on which buffers to send without asking.
     """
 
-    def __init__(self, model: nn.Module, world: Collectives) -> None:
+    def __init__(self, model: nn.Module, world: Collectives, lanes: Lanes) -> None:
         self._world = world
+        self._lanes = lanes
         self._model = model
         self._modules: list[nn.Module] = []
         self._norms: list[nn.Module] = []
@@ -41,7 +45,9 @@ class BufferSync:
             if id(module) in self._trained or not _unchanged(module, self._seen.get(id(module), []))
         ]
         if written:
-            broadcast_together([buffer for module in written for buffer in _to_write(module)], self._world)
+            buffers = [buffer for module in written for buffer in _to_write(module)]
+            here = self._lanes.here(Work("world", "broadcast", "the module's buffers"))
+            here.submit(partial(broadcast_together, buffers, self._world))
             self._mark()
         # torch's kernels write running statistics without raising the buffers' version.
         self._trained = {id(norm) for norm in self._norms if norm.training}
