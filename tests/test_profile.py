@@ -317,7 +317,8 @@ def test_an_emulated_network_is_seen_as_the_emulator_clocks_it() -> None:
         blocked = sum(end - start for start, end in emulation.blocked())
         times = profile.report.times  # type: ignore[union-attr]
         assert blocked > 0.5
-        assert times.exposed == pytest.approx(blocked, rel=0.03)
+        # It also has the copying of collectives, which a busy machine makes longer.
+        assert 0.97 * blocked < times.exposed < 1.1 * blocked
 
 
 def test_the_first_step_waits_for_the_refresh_before_it() -> None:
