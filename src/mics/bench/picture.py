@@ -13,7 +13,7 @@ from mics.bench.timeline import LANES, Exposure, Timeline
 from mics.utils.intervals import Interval, subtract, total
 from mics.utils.numbers import fixed, seconds
 from mics.utils.picture_curves import VARIANTS, draw_curves
-from mics.utils.picture_lanes import draw_lanes, draw_legend, mark_micro_batches
+from mics.utils.picture_lanes import draw_lanes, draw_legend, label_time, mark_micro_batches
 from mics.utils.picture_style import LIGHT, Theme, picture
 
 _SHORT: Final = 2e-3  # seconds: copies to the host below that are batches and losses
@@ -57,8 +57,7 @@ def draw_timeline(
         draw_lanes(axes, lanes, exposed, seconds=timeline.seconds, theme=theme)
         if len(spans) > 1:
             mark_micro_batches(axes, spans, seconds=timeline.seconds, theme=theme)
-        axes.xaxis.set_major_formatter(lambda moment, _: f"{1e3 * moment:,g}")
-        axes.set_xlabel("ms; the height of a lane is the share of time that it is busy")
+        label_time(axes)
         roles = {
             role
             for parts in lanes.values()

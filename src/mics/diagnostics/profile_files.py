@@ -61,7 +61,7 @@ def draw_profile(
     file: Path, cut: Sequence[Stretch], works: Sequence[Done], *, window: Interval, title: str, subtitle: str
 ) -> None:
     """One step as lanes: the computation by phase, and communication by purpose."""
-    from mics.utils.picture_lanes import draw_lanes, draw_legend  # matplotlib is an extra
+    from mics.utils.picture_lanes import draw_lanes, draw_legend, label_time  # matplotlib is an extra
     from mics.utils.picture_style import LIGHT, picture
 
     start, end = window
@@ -91,8 +91,7 @@ def draw_profile(
     ) as figure:
         axes = figure.subplots()
         draw_lanes(axes, lanes, exposed, seconds=end - start, theme=LIGHT)
-        axes.xaxis.set_major_formatter(lambda moment, _: f"{1e3 * moment:,g}")
-        axes.set_xlabel("ms; the height of a lane is the share of time that it is busy")
+        label_time(axes)
         roles = {role for parts in lanes.values() for role in parts}
         draw_legend(axes, roles | ({"exposed"} if any(exposed.values()) else set()), theme=LIGHT)
 

@@ -14,7 +14,7 @@ from mics.planner.sweep import Sweep
 from mics.planner.text import lanes_of
 from mics.utils.intervals import Interval, subtract, union
 from mics.utils.numbers import GIB, count, days, dollars, in_gib, memory, seconds, whole
-from mics.utils.picture_lanes import draw_lanes, draw_legend, mark_micro_batches
+from mics.utils.picture_lanes import draw_lanes, draw_legend, label_time, mark_micro_batches
 from mics.utils.picture_style import Theme
 
 _TERMS: Final = (
@@ -88,7 +88,7 @@ def draw_step(axes: Axes, found: Answer, theme: Theme) -> None:
         mark_micro_batches(axes, spans, seconds=end, theme=theme)
     left_out = found.best.setting.accumulation - len(spans)
     more = f"; {left_out:,} more in the middle left out" if left_out else ""
-    axes.set_xlabel(f"seconds{more}; the height of a lane is the share of time that it is busy")
+    label_time(axes, f"seconds{more}")
     roles = {role for parts in lanes.values() for role, intervals in parts.items() if intervals}
     draw_legend(axes, roles | ({"exposed"} if any(exposed.values()) else set()), theme=theme)
 

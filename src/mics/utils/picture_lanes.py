@@ -58,6 +58,13 @@ def draw_lanes(
     axes.spines["left"].set_visible(False)
 
 
+def label_time(axes: Axes, unit: str = "ms") -> None:
+    """Name the axis under lanes, which is in seconds; the unit "ms" shows them as milliseconds."""
+    if unit == "ms":
+        axes.xaxis.set_major_formatter(lambda moment, _: f"{1e3 * moment:,g}")
+    axes.set_xlabel(f"{unit}; the height of a lane is the share of time that it is busy")
+
+
 def mark_micro_batches(axes: Axes, spans: Sequence[Interval], *, seconds: float, theme: Theme) -> None:
     """A bracket over the lanes for each micro-batch, named as far as there is room."""
     top, high = -0.5, -0.86
