@@ -308,8 +308,8 @@ def _offloaded(low_memory: bool) -> tuple[list[float], int]:
 
 
 def test_homes_and_offload_go_together() -> None:
-    """The same bits as in low memory, which has no homes."""
+    """The same bits in low memory, where the loss may have the arena's memory."""
     found = [run_ranks(4, _offloaded, low_memory, ranks_per_node=2) for low_memory in (False, True)]
-    for with_homes, without in zip(*found, strict=True):
-        assert with_homes[0] == without[0]
-        assert with_homes[1] > 0 and without[1] == 0
+    for kept, lent in zip(*found, strict=True):
+        assert kept[0] == lent[0]
+        assert kept[1] > 0 and lent[1] > 0

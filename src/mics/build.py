@@ -108,6 +108,7 @@ def _wire(
         log=log,
         low_memory=settings.low_memory,
         edits_show=any(map(_edits_show, units)),
+        room=choices.room,
     )
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)

@@ -10,11 +10,11 @@ import torch
 import torch.nn as nn
 
 from mics.comm import World
-from mics.config import Settings, cluster_for, device_of, whole_node
+from mics.config import Settings, cluster_for, device_of, imagined_memory, whole_node
 from mics.cost.auto import batch_nbytes, exchange_pays, two_stages_pay
 from mics.cost.collectives import Kind, Span
 from mics.cost.depth import MicroStep, batching_for, reduction_share
-from mics.cost.memory import ADAM_NBYTES
+from mics.cost.memory import ADAM_NBYTES, USABLE
 from mics.cost.modules import shape_of_module
 from mics.cost.setting import fitting_partition
 from mics.errors import SettingsError
@@ -63,9 +63,9 @@ def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) 
         shape = shape_of_module(model, name=type(model).__name__)
     except SettingsError:  # a model with no matrices
         return node
-    found = fitting_partition(
-        shape, cluster, memory_nbytes=torch.cuda.get_device_properties(device).total_memory
-    )
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = imagined_memory(world) or total
+    found = fitting_partition(shape, cluster, memory_nbytes=min(total, limit))
     return world.size if found is None else found
 
 
@@ -111,7 +111,8 @@ class Choices:
     def prefetch(self, order: Sequence[int], rows: int) -> Prefetch:
         """How far to look ahead along ``order`` if units are multiplied with ``rows`` rows of activations.
 
-        And what stays, if the device has memory to spare now.
+        As far as there is something to hide behind, and as the device has memory left; and what stays, if it
+        has some to spare.
         """
         step = MicroStep(
             cluster=self._cluster,
@@ -122,17 +123,27 @@ class Choices:
             numels={index: spec.layout.numel for index, spec in self._specs.items()},
             rows=rows,
         )
-        units = step.depth(low_memory=self._low_memory)
-        if self._low_memory:
-            return Prefetch(units=units)
         free, total = self._memory()
+        free -= self._state_nbytes
+        units = step.depth(low_memory=self._low_memory)
+        largest = max(self._sizes.values(), default=0)
+        # One unit ahead is what there was memory for up to now.
+        room = int(max(0.0, _room(free, total))) if total else units * largest
+        ahead = largest + room if room < units * largest else None
+        free -= min(room, (units - 1) * largest)
+        if self._low_memory:
+            return Prefetch(units=units, nbytes=ahead)
         staying = step.stay_nbytes(
             wire_nbytes=max(spec.reduce_dtype.itemsize for spec in self._specs.values()),
             recomputes=self._recomputes,
             memory_nbytes=total,
-            free_nbytes=free - self._state_nbytes,
+            free_nbytes=free,
         )
-        return Prefetch(units=units, stay_nbytes=staying)
+        return Prefetch(units=units, nbytes=ahead, stay_nbytes=staying)
+
+    def room(self) -> float:
+        """Bytes of the device that nobody has used yet, and that the allocator does not need."""
+        return _room(*self._memory())
 
     def reduction_share(self, rows: int) -> float:
         """How long a unit's reduction takes for each second of its forward."""
@@ -154,10 +165,17 @@ class Choices:
 
 def _device_memory(settings: Settings) -> tuple[float, float]:
     """Bytes that are free now and in all, of what this rank has. Of a processor only as a cluster says it."""
+    limit = settings.memory_nbytes
     if settings.device.type != "cuda":
-        return settings.cluster.memory_nbytes, settings.cluster.memory_nbytes
-    free, total = torch.cuda.mem_get_info(settings.device)
-    return free / settings.ranks_on_gpu, total / settings.ranks_on_gpu
+        return (limit, limit) if limit else (settings.cluster.memory_nbytes,) * 2
+    free, total = (each / settings.ranks_on_gpu for each in torch.cuda.mem_get_info(settings.device))
+    if not limit:
+        return free, total
+    return min(free, limit - torch.cuda.memory_reserved(settings.device)), min(total, limit)
+
+
+def _room(free: float, total: float) -> float:
+    return free - total * (1 - USABLE)
 
 
 def _span(topology: Topology) -> Span:

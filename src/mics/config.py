@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OptimizerSharding = Literal["world", "partition"]
+_DRIVER_NBYTES = 1 << 30  # of a GPU: tables of its pages, the CUDA context and loaded kernels
 _AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
 
@@ -47,6 +48,8 @@ class Settings:
     device: torch.device
     ranks_on_gpu: int = 1
     """Ranks that share this one's GPU, with it."""
+    memory_nbytes: float = 0.0
+    """Of the device of a rank that is emulated; 0: what this rank's device has."""
     activations: Activations | None
     recomputed: tuple[bool, ...]  # for each of ``blocks``
     low_memory: bool
@@ -107,6 +110,7 @@ def check_settings(
         prefetch=_prefetch(prefetch),
         cluster=cluster_for(device, nodes, world),
         device=device,
+        memory_nbytes=imagined_memory(world),
         activations=activations,
         recomputed=recomputed,
         # Who moves activations out is short of memory.
@@ -165,6 +169,12 @@ def cluster_for(device: torch.device, nodes: Sequence[str], world: World) -> Clu
         return replace(find_cluster(named), num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return assumed_cluster(name, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+
+
+def imagined_memory(world: World) -> float:
+    """Bytes that a program has of an emulated device: the rest is the driver's. 0: none is emulated."""
+    known = 0.0 if world.imagined is None else world.imagined.memory_nbytes
+    return max(0.0, known - _DRIVER_NBYTES)
 
 
 def _partition_groups(

@@ -93,6 +93,7 @@ def homes(
     batching: Batching = NO_BATCHING,
     alone: tuple[int, ...] = (),
     nests: tuple[Nest, ...] | None = None,
+    ahead: int | None = None,
 ) -> int:
     """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
 
@@ -100,6 +101,7 @@ def homes(
     ``held``: of units beside the chain, gathered all the while. ``staying``: bytes of units that wait for
     their next use. ``batching``: small units that travel together look further ahead.
     ``alone``: units that share their home with nobody. ``nests``: all units, where some are inside others.
+    ``ahead``: bytes that may be prefetched at once.
     """
     if nests is None:
         nests = tuple(Nest((unit,)) for unit in range(len(sizes)))
@@ -110,7 +112,7 @@ def homes(
     plan = make_plan(
         [visit.unit for visit in visits if visit.begins],
         sizes=by_unit,
-        prefetch=Prefetch(units=prefetch, stay_nbytes=staying),
+        prefetch=Prefetch(units=prefetch, nbytes=ahead, stay_nbytes=staying),
         batching=batching,
     )
     events, position = [], -1

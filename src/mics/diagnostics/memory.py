@@ -178,6 +178,7 @@ def _gathered_term(engine: Engine, model: nn.Module) -> MemoryTerm:
             engine.residency.plans.batching,
             alone,
             _nests(model, engine, chain),
+            prefetch.nbytes,
         ),
         _nbytes(unit.whole.flat for unit in gathered),
     )

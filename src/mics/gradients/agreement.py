@@ -22,8 +22,9 @@ from mics.schedule.events import Progress
 from mics.schedule.log import StepLog
 from mics.sharding.unit import Unit
 
-_NUM_NUMBERS: Final = 5  # that travel before the flags
+_NUM_NUMBERS: Final = 6  # that travel before the flags
 _MIB: Final = 1 << 20  # few enough of them for a float32 to be exact
+_NO_LIMIT: Final = 1 << 23  # MiB
 
 
 class Check(Protocol):
@@ -107,7 +108,7 @@ class Agreement:
         for unit in self._units:
             self._first[unit.spec.index] = numel
             numel += len(unit.spec.refs)
-        # [digest, -digest, units ahead, -MiB that stay, whose check found something, a flag a parameter]
+        # [digest, -digest, units ahead, -MiB ahead, -MiB that stay, whose check found something, a flag each]
         self._numbers = _Numbers(numel, self.all_reduce, device)
         self._liveness = mesh.liveness
         self._entries: list[int] = []  # of the log: what the digest of the latest exchange was made of
@@ -135,19 +136,21 @@ class Agreement:
         if not self._numbers.on_gpu:
             self.check()
 
-    def _settle_prefetch(self) -> tuple[float, float]:
-        """What this rank would look ahead and let stay.
+    def _settle_prefetch(self) -> tuple[float, float, float]:
+        """What this rank would look ahead, in units and in bytes, and let stay.
 
         Once the ranks have told each other: the most that any would look ahead, and the least that any has
         memory for. Ranks may see batches of different sizes, and must gather in the same order all the same.
         """
         if self._choose_prefetch is None or self._plans.is_final:
-            return 0.0, 0.0
-        agreed, staying = int(self._numbers.highest[2].item()), -int(self._numbers.highest[3].item())
-        if agreed > 0:
-            self._plans.look_ahead(Prefetch(units=agreed, stay_nbytes=staying * _MIB))
+            return 0.0, 0.0, 0.0
+        units, ahead, staying = (abs(int(number)) for number in self._numbers.highest[2:5].tolist())
+        if units > 0:
+            nbytes = None if ahead == _NO_LIMIT else max(1, ahead * _MIB)
+            self._plans.look_ahead(Prefetch(units=units, nbytes=nbytes, stay_nbytes=staying * _MIB))
         chosen = self._choose_prefetch(self._plans.latest(), self._progress.rows)
-        return float(chosen.units), -float(math.ceil(chosen.stay_nbytes / _MIB))
+        limit = _NO_LIMIT if chosen.nbytes is None else min(_NO_LIMIT, math.ceil(chosen.nbytes / _MIB))
+        return float(chosen.units), -float(limit), -float(math.ceil(chosen.stay_nbytes / _MIB))
 
     def settle(self) -> None:
         """Wait for the answer, if this rank needs it to know what was used."""
@@ -165,7 +168,7 @@ class Agreement:
                 "optimizer step, so parameters and gradients are not to be trusted"
                 f"{self._first_difference()}. {SAME_CALLS}"
             )
-        finder = int(self._numbers.highest[4].item())
+        finder = int(self._numbers.highest[5].item())
         if finder:
             number, rank = divmod(finder - 1, self._world.size)
             raise self.checks[number].found_by(rank)

@@ -35,6 +35,20 @@ class Recorded:
     """Units that may be in use, or wait for their next use, beside any other."""
     first: Collection[int]
     """Units that the next micro-step needs first: prefetched, or kept, while this one's last is at work."""
+    turn: int | None = None
+    """The number of the gather with which the backward begins; None: there is none, or nobody asks."""
+
+    def at_turn(self) -> frozenset[int]:
+        """Units that are in memory while the loss is computed."""
+        needed = [position for position, event in enumerate(self.events) if event.needed]
+        if self.turn is None or self.turn >= len(needed):
+            return frozenset()
+        turn = needed[self.turn]
+        return frozenset(
+            unit
+            for unit, spans in _lifetimes(self).items()
+            if any(start < turn <= end for start, end in spans)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

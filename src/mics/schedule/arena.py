@@ -1,8 +1,12 @@
-"""The arena: one buffer in which gathered units live, each at its home.
+"""The arena: memory in which gathered units live, each at its home.
 
 Homes are planned for orders that have come twice, so that an order that changes with every step does not move
 everybody every time. A unit is gathered at its home only while such an order is followed: only then is it
 known who else is in memory. Otherwise it has memory of its own, which comes and goes.
+
+The arena is one buffer. In low memory units that are gathered while the loss is computed have one of their
+own, and the loss may have the memory of the others. That is kept, too, as soon as a step has shown that the
+device has room for both.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 from mics.layout.homes import Change, Recorded, plan_homes
 from mics.layout.order import Plan
 from mics.sharding.unit import Unit
+from mics.sharding.whole import Segment
 
 _MAX_ORDERS = 8  # that are remembered
 
@@ -34,19 +39,24 @@ class _Order:
             sent_at=self.plan.sent_at(),
             first=self.plan.first_units,
             staying=self.apart | self.plan.staying,
+            turn=self.plan.turn,
         )
 
 
 class Arena:
     """Who lives where, and which orders that was planned for."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], *, lends: bool = False) -> None:
         self.num_planned = 0  # times that homes were given, or given up
+        self.lends = lends  # the loss may have the memory of units that are not gathered then
         self._units = {unit.spec.index: unit for unit in units if unit.whole.is_own}
+        self._device = units[0].device if units else torch.device("cpu")
         self._left_out: set[int] = set()
         self._events: list[Change] = []  # gathers and releases since the forward began
         self._apart: set[int] = set()  # units that were in use until the backward's end
         self._neighbours: dict[int, list[Unit]] = {}  # whose homes overlap, by index
+        self._lent: list[Segment] = []  # what the loss may have
+        self._rows_with_room = 0  # of a step beside which the device had room for all of the arena
         self._orders: list[_Order] = []  # the latest first
         self._covered: list[Plan] = []
         self._possible: list[Plan] = []  # covered orders that began as this forward did
@@ -133,22 +143,57 @@ class Arena:
         settled = self._settled()
         self._covered = self._possible = [each.plan for each in settled]
         self._wait, self._waited = 2 * self._wait + 1, 0
-        sizes = {index: unit.whole.nbytes for index, unit in self._units.items()}
-        homes = plan_homes([each.recorded() for each in settled], sizes, leave_out=self._left_out)
-        device = next(iter(self._units.values())).device
+        recorded = [each.recorded() for each in settled]
         self._move_out()
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()  # once: what gathered units have used up to here is free from now on
-        arena = torch.empty(homes.nbytes, dtype=torch.uint8, device=device)
+        units = frozenset(self._units) - self._left_out
+        if not self.lends:
+            self._settle(recorded, units)
+            return
+        apart = frozenset(unit for each in settled for unit in each.apart)
+        at_loss = frozenset(unit for each in recorded for unit in each.at_turn()) - apart
+        self._settle(recorded, units & at_loss)
+        # Each of those that share with nobody alone: together they would be there as long as any is.
+        lent = [units - at_loss - apart, *(frozenset([unit]) for unit in sorted(units & apart))]
+        self._lent, self._rows_with_room = [self._settle(recorded, part) for part in lent], 0
+        self._lend(True)
+        for segment in self._lent:
+            segment.lend_if_empty()
+
+    def _settle(self, recorded: Sequence[Recorded], units: frozenset[int]) -> Segment:
+        """Give these units their homes in one segment."""
+        sizes = {index: unit.whole.nbytes for index, unit in self._units.items()}
+        homes = plan_homes(recorded, sizes, leave_out=sizes.keys() - units)
+        segment = Segment(homes.nbytes, self._device)
         for index, offset in homes.offsets.items():
             neighbours = [self._units[other] for other in homes.neighbours(index, sizes)]
             self._neighbours[index] = neighbours
-            home = arena[offset : offset + sizes[index]]
             others = [unit.whole for unit in neighbours]
-            self._units[index].whole.move_in(home, others, number=self.num_planned)
+            self._units[index].whole.move_in(segment, offset, others, number=self.num_planned)
+        return segment
+
+    def _lend(self, lends: bool) -> None:
+        for segment in self._lent:
+            segment.lends = lends
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether part of it is not there while the loss is computed."""
+        return any(segment.lends for segment in self._lent)
+
+    def lend_for(self, rows: int) -> None:
+        """A unit is resharded in a step of so many rows: may the loss have the memory?"""
+        if self._lent:
+            self._lend(rows > self._rows_with_room)
+
+    def note_room(self, free_nbytes: float, rows: int) -> None:
+        """A step of so many rows is over, and nobody has ever used ``free_nbytes`` of the device."""
+        if free_nbytes >= sum(segment.memory.numel() for segment in self._lent):
+            self._rows_with_room = rows
 
     def _move_out(self) -> None:
-        self._neighbours = {}
+        self._neighbours, self._lent = {}, []
         for unit in self._units.values():
             unit.whole.move_out()
 

@@ -11,7 +11,7 @@ and resharded when nobody computes with it any more; or kept, if the recorded or
 that it is needed again soon enough. Two questions are answered from that order:
 
 - Where does its memory come from? From its home in the arena while an order is followed that homes were
-  planned for, otherwise memory of its own. ``low memory`` has no arena.
+  planned for, otherwise memory of its own.
 - When does it go? After this use; at the turn from forward to backward, after the turn; with units that stay
   (``Prefetch.stay_nbytes``) after the last micro-step that was announced.
 
@@ -20,7 +20,7 @@ Everything follows from events (events.py) in their order, the same on all ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -131,10 +131,12 @@ class Residency:
         log: StepLog,
         low_memory: bool = False,
         edits_show: bool = False,
+        room: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.units = list(units)
         self.plans = plans
-        self.arena = Arena([] if low_memory else self.units)
+        self.arena = Arena(self.units, lends=low_memory)
+        self._room = room  # bytes of the device that nobody has used yet
         self._progress = progress
         self._log = log
         self._low_memory = low_memory
@@ -246,6 +248,7 @@ class Residency:
             self._moves.keep(unit)  # with the same values
         else:
             self.arena.note(unit, needed=False)
+            self.arena.lend_for(self._progress.rows)
             self._moves.reshard(unit)
 
     def _set_apart(self, event: Event) -> None:
@@ -279,6 +282,8 @@ class Residency:
         progress.waiting.clear()
         progress.num_steps += 1
         progress.counts_rows = self._low_memory or not self.plans.is_final
+        if self.arena.is_lent:
+            self.arena.note_room(self._room(), progress.rows)
         is_busy = progress.in_backward or progress.depth
         if is_busy or not self.plans.is_final or self.plans.prefetch.units == 0:
             return

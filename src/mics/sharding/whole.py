@@ -12,6 +12,36 @@ from mics.errors import MicsError
 from mics.sharding.spec import UnitSpec
 
 
+class Segment:
+    """A part of the arena: memory in which several units have their homes.
+
+    One that lends its memory has it only while a unit is gathered there. Its storage stays the same, so that
+    tensors that autograd saved find it again; its address need not.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)  # [nbytes]; gathers write to it
+        self.lends = False
+        self._num_gathered = 0  # units that are there
+
+    def enter(self) -> None:
+        """A unit is about to be gathered there."""
+        storage = self.memory.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.memory.numel())
+        self._num_gathered += 1
+
+    def leave(self) -> None:
+        """A unit is resharded."""
+        self._num_gathered -= 1
+        self.lend_if_empty()
+
+    def lend_if_empty(self) -> None:
+        """Let others have the memory, if it is lent and no unit is there."""
+        if self.lends and self._num_gathered == 0:
+            self.memory.untyped_storage().resize_(0)
+
+
 class WholeParameters:
     """The whole parameters of a unit, and where they lie while it is gathered.
 
@@ -32,6 +62,7 @@ class WholeParameters:
         self._home: Tensor | None = None
         self._home_views: list[Tensor] = []
         self._neighbours: list[WholeParameters] = []
+        self._segment: Segment | None = None  # that the home is in
         self.home_number = 0  # of the planning that gave the home; 0: none has
         self.at_home = False  # which place is used
         self._lives_at_home = False  # the home is taken
@@ -51,15 +82,18 @@ class WholeParameters:
     def acquire(self) -> None:
         """Have memory at ``flat``."""
         if self.at_home:
-            assert self.is_free, "two units at one home"
+            assert self.is_free and self._segment is not None, "two units at one home"
             self._lives_at_home = True
+            self._segment.enter()
         elif self.is_own:
             self._own.untyped_storage().resize_(self.nbytes)
 
     def release(self) -> None:
         """Let others have the memory."""
         if self.at_home:
+            assert self._segment is not None
             self._lives_at_home = False
+            self._segment.leave()
         elif self.is_own:
             self._own.untyped_storage().resize_(0)
 
@@ -95,8 +129,12 @@ class WholeParameters:
         for param, view in zip(self.params, views, strict=True):
             param.data = view
 
-    def move_in(self, home: Tensor, neighbours: Sequence[WholeParameters], *, number: int) -> None:
-        """Have a home (bytes), which overlaps the homes of ``neighbours``, and use it."""
+    def move_in(
+        self, segment: Segment, offset: int, neighbours: Sequence[WholeParameters], *, number: int
+    ) -> None:
+        """Have a home at an offset (bytes), which overlaps the homes of ``neighbours``, and use it."""
+        self._segment = segment
+        home = segment.memory[offset : offset + self.nbytes]
         self._home = home.view(self._own.dtype)[: self._spec.layout.numel]
         self._home_views = self._views_of(self._home)
         self._neighbours = list(neighbours)
@@ -107,6 +145,7 @@ class WholeParameters:
         """Have no home any more. Nobody may hold a graph of a forward of before."""
         self.use_place(at_home=False)
         self._home, self._home_views, self._neighbours, self.home_number = None, [], [], 0
+        self._segment = None
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         # ``.data``: version counters of their own. Gathering writes through ``flat``, and must not look to
