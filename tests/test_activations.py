@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ import mics
 from mics.activations import host_memory
 from mics.comm.lanes import Ticket
 from mics.engine import engine_of
-from tests import tiers
+from tests import pairwise, tiers
 from tests.ranks import run_ranks
 
 _WIDTH = 64
@@ -55,13 +56,15 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def _losses(activations: mics.Activations | None, partition_size: int, scenario: str) -> list[float]:
+def _losses(
+    activations: mics.Activations | None, partition_size: int, scenario: str, **settings: Any
+) -> list[float]:
     torch.manual_seed(0)
     model = Stack()
     if scenario == "frozen in front":
         for module in (model.stem, *model.blocks[:2]):
             module.requires_grad_(False)
-    mics.shard(model, partition_size=partition_size, activations=activations)
+    mics.shard(model, partition_size=partition_size, activations=activations, **settings)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = []
@@ -121,6 +124,27 @@ def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None
     plain = run_ranks(2, _losses, None, partition_size, scenario)
     for name, policy in tiers.some(list(_POLICIES.items()), 2):
         assert run_ranks(2, _losses, policy, partition_size, scenario) == plain, name
+
+
+@pairwise.parametrize(
+    strength=1,
+    scenario=["micro-steps", "several forwards", "evaluation and failures", "frozen in front"],
+    offload=[False, True],
+    low_memory=[False, True],
+    prefetch=["auto", 1, 3],
+)
+def test_units_inside_what_is_recomputed(
+    scenario: str, offload: bool, low_memory: bool, prefetch: int | str
+) -> None:
+    """A block that is no unit is recomputed as a whole; its matrices are gathered one by one."""
+    plain = run_ranks(4, _losses, None, 2, scenario, ranks_per_node=2)
+    policy = mics.Activations(checkpoint=Block, offload=offload)
+    settings = {"units": [nn.Linear], "low_memory": low_memory, "prefetch": prefetch}
+    found = run_ranks(4, partial(_losses, **settings), policy, 4, scenario, ranks_per_node=2)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5), "sums over four ranks in another order"
+    same = run_ranks(4, partial(_losses, **settings), None, 4, scenario, ranks_per_node=2)
+    assert found == same
 
 
 def test_losses_with_frozen_units_in_front_are_equal_to_the_bit() -> None:

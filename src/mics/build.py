@@ -213,7 +213,6 @@ def _activations(
         return None
     return apply_activations(
         settings.activations,
-        settings.blocks,
         settings.recomputed,
         device=settings.device,
         is_parameter=lambda tensor: any(unit.whole.holds(tensor) for unit in units if unit.gathered),

@@ -82,7 +82,7 @@ class Choices:
     def __init__(self, settings: Settings, topology: Topology, units: Sequence[Unit]) -> None:
         self._prefetch = settings.prefetch
         self._low_memory = settings.low_memory
-        self._recomputes = any(settings.recomputed)
+        self._recomputes = any(settings.recomputed.values())
         self._memory = partial(_device_memory, settings)
         # The optimizer makes its state after the first boundary.
         self._state_nbytes = ADAM_NBYTES * sum(unit.master.numel() for unit in units if unit.spec.trainable)

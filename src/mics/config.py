@@ -18,7 +18,7 @@ from mics.comm import World
 from mics.cost.clusters import Cluster, assumed_cluster, find_cluster
 from mics.engine import is_sharded
 from mics.errors import MicsError, SettingsError
-from mics.layout.assign import Site, assign_sites, unit_modules
+from mics.layout.assign import Site, assign_sites, modules_around, unit_modules
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
 from mics.layout.topology import check_partition_groups, check_partition_size
@@ -51,14 +51,13 @@ class Settings:
     memory_nbytes: float = 0.0
     """Of the device of a rank that is emulated; 0: what this rank's device has."""
     activations: Activations | None
-    recomputed: tuple[bool, ...]  # for each of ``blocks``
+    recomputed: dict[nn.Module, bool]
+    """For each unit, and for what is recomputed with the units in it."""
     low_memory: bool
     """Hold as little memory as possible, at a small cost in time."""
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
     sites: list[Site]
-    blocks: list[nn.Module]
-    """What was chosen as units."""
     buffers: list[tuple[str, Tensor]]
 
     @property
@@ -99,9 +98,9 @@ def check_settings(
         raise SettingsError(f'low_memory: expected "auto", True or False, found {low_memory!r}')
     device = device_of(model, world)
     chosen = _chosen(units)
-    blocks = unit_modules(model, chosen)
-    # Here, where nothing has been touched yet: a callable may raise.
-    recomputed = () if activations is None else activations.taken(blocks)
+    recomputed = dict.fromkeys(unit_modules(model, chosen), False)
+    if activations is not None:  # here, where nothing has been touched yet: a callable may raise
+        recomputed = activations.taken(list(recomputed), modules_around(model, list(recomputed)))
     return Settings(
         partition_groups=_partition_groups(world, partition_size, mesh),
         hierarchical=hierarchical,
@@ -120,7 +119,6 @@ def check_settings(
         audit_interval=_audit_interval(audit_interval),
         buffers=list(model.named_buffers()),
         sites=assign_sites(model, chosen),
-        blocks=blocks,
     )
 
 
@@ -272,9 +270,10 @@ def _account_of(settings: Settings) -> str:
     policy = settings.activations
     if policy is None:
         return "kept"
-    units = hashlib.sha256(str(settings.recomputed).encode()).hexdigest()[:8]
+    recomputed = list(settings.recomputed.values())
+    units = hashlib.sha256(str(recomputed).encode()).hexdigest()[:8]
     return (
-        f"{sum(settings.recomputed)} of {len(settings.blocks)} units recomputed ({units}), "
+        f"{sum(recomputed)} of {len(recomputed)} units recomputed ({units}), "
         f"offload={policy.offload}, offload_fraction={policy.offload_fraction}, "
         f"offload_bytes={policy.offload_bytes}, offload_uncheckpointed={policy.offload_uncheckpointed}, "
         f"keep_last={policy.keep_last}"

@@ -37,7 +37,8 @@ class Activations:
     """What happens to the activations of units.
 
     ``checkpoint``: "unit" computes units again in their backward, "none" none of them, a class of modules
-    those of that class, and a callable those for which it returns True. ``every``: with "unit", only every so
+    those of that class, and a callable those for which it returns True. A class of modules (or a callable)
+    that is no unit, and has units inside, is recomputed as a whole. ``every``: with "unit", only every so
     many-th. ``offload``: what checkpoints save goes to host memory. ``offload_fraction``: only that of this
     fraction of the units, the first ones. ``offload_bytes``: only so many bytes at a time. Either of the two
     implies ``offload``.
@@ -128,12 +129,17 @@ class Activations:
             return isinstance(getattr(module, "_orig_mod", module), self.checkpoint)
         return callable(self.checkpoint) and bool(self.checkpoint(module))
 
-    def taken(self, modules: Sequence[nn.Module]) -> tuple[bool, ...]:
-        """Which units are recomputed. Asked once: a callable may have its own ideas the second time."""
-        found = tuple(self.takes(number, module) for number, module in enumerate(modules))
+    def taken(self, units: Sequence[nn.Module], around: Sequence[nn.Module]) -> dict[nn.Module, bool]:
+        """Which units are recomputed; or, where none is meant, which modules ``around`` units are.
+
+        Asked once: a callable may have its own ideas the second time.
+        """
+        found = {unit: self.takes(number, unit) for number, unit in enumerate(units)}
+        if not isinstance(self.checkpoint, str) and not any(found.values()):
+            found |= {module: True for module in around if self.takes(0, module)}
         asks = self.checkpoint != "none" or self.offload
-        if asks and not any(recomputes or self.moves(recomputes=recomputes) for recomputes in found):
-            raise SettingsError(self._takes_none(modules))
+        if asks and not any(recomputes or self.moves(recomputes=recomputes) for recomputes in found.values()):
+            raise SettingsError(self._takes_none(units))
         return found
 
     def _takes_none(self, modules: Sequence[nn.Module]) -> str:
@@ -144,12 +150,12 @@ class Activations:
         kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
         if isinstance(self.checkpoint, type):
             return (
-                "Activations.checkpoint: expected a class of which there are units, found "
+                "Activations.checkpoint: expected a class of units, or of modules around units, found "
                 f"{self.checkpoint.__name__}; units are: {kinds}"
             )
         return (
-            "Activations.checkpoint: expected a callable that takes units, found one that takes none of "
-            f"{len(modules)}; units are: {kinds}"
+            "Activations.checkpoint: expected a callable that takes units, or modules around units, found "
+            f"one that takes none of {len(modules)} units; they are: {kinds}"
         )
 
     def moves(self, *, recomputes: bool) -> bool:
@@ -177,40 +183,38 @@ class Applied:
 
 def apply_activations(
     policy: Activations,
-    modules: Sequence[nn.Module],
-    recomputed: Sequence[bool],
+    recomputed: Mapping[nn.Module, bool],
     *,
     device: torch.device,
     is_parameter: Callable[[Tensor], bool],
     events: Events,
     ranks_on_node: int,
 ) -> Applied:
-    """Let the forwards of ``modules`` follow ``policy``, which computes some of them again."""
-    moved = [policy.moves(recomputes=recomputes) for recomputes in recomputed]
-    outer = [module for module, recomputes in zip(modules, recomputed, strict=True) if recomputes]
+    """Let the forwards of modules follow ``policy``, which computes some of them again."""
+    moved = {module: policy.moves(recomputes=recomputes) for module, recomputes in recomputed.items()}
+    outer = [module for module, recomputes in recomputed.items() if recomputes]
     inside = {inner for module in outer for inner in module.modules() if inner is not module}
     # Units may also call others that they do not hold as modules.
-    cover = _Cover() if any(moved) or inside.intersection(modules) else None
-    keeps = [module not in inside for module in modules]
+    cover = _Cover() if any(moved.values()) or inside.intersection(recomputed) else None
     offloader, inputs = None, None
-    if any(moved):
+    if any(moved.values()):
         fraction, limit = policy.share()
         keep_last = None if policy.keep_last == "auto" else policy.keep_last
         offloader = Offloader(
             device,
             Budget(fraction=fraction, limit=limit, keep_last=keep_last),
-            num_units=sum(moves and kept for moves, kept in zip(moved, keeps, strict=True)),
+            num_units=sum(moves and module not in inside for module, moves in moved.items()),
             num_sharing=ranks_on_node,
         )
-    elif any(recomputed):
-        inputs = SavedInputs(sum(again and kept for again, kept in zip(recomputed, keeps, strict=True)))
-    for module, recomputes, moves in zip(modules, recomputed, moved, strict=True):
+    elif outer:
+        inputs = SavedInputs(sum(module not in inside for module in outer))
+    for module, recomputes in recomputed.items():
         forward = module.forward
         if recomputes:
             forward = _computed_again(module, policy, inputs, cover, events)
-        if any(recomputed):
+        if outer:
             forward = _without_cache(module, forward, recomputes=recomputes)
-        if moves:
+        if moved[module]:
             assert offloader is not None
             forward = _moved(module, forward, offloader, is_parameter, cover)
         if forward is not module.forward:

@@ -83,6 +83,21 @@ def unit_modules(
     return [module for module in model.modules() if id(module) in chosen]
 
 
+def modules_around(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules inside the model that are no units, hold some, and may be called."""
+    chosen = {id(unit) for unit in units}
+
+    def holds_units(module: nn.Module) -> bool:
+        return any(id(inner) in chosen for inner in module.modules())
+
+    return [
+        module
+        for module in model.modules()
+        if not (module is model or id(module) in chosen or isinstance(module, _CONTAINERS))
+        and holds_units(module)
+    ]
+
+
 def repeated_blocks(model: nn.Module) -> set[int]:
     """Ids of the entries of every list in which a class of blocks repeats, outermost lists only."""
     entries = [child for child in model.children() if _has_params(child)]
