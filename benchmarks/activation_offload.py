@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -28,6 +30,7 @@ from mics.bench.systems import SYSTEMS
 from mics.bench.timeline import exposure, record
 from mics.cost.clusters import find_cluster
 from mics.engine import engine_of
+from mics.sharding.whole import HomeSegment, WholeParameters
 
 GIB = 2**30
 PARTITION_SIZE = 8
@@ -55,6 +58,8 @@ class Found:
     largest_seconds: float = 0.0
     largest_peak: int = 0
     largest_retries: int = 0
+    largest_holes: int = 0  # reserved by the allocator beyond what is allocated at the peak
+    largest_allocations: int = 0  # for gathered parameters, in the second step of that size
     largest_without_retries: int = 0
 
 
@@ -138,9 +143,10 @@ def compare(args: argparse.Namespace) -> None:
     print()
     print(
         "| | step ms, lowest | all | peak GiB | retries "
-        "| largest rows | its step ms | a row | its peak | its retries | largest without retries |"
+        "| largest rows | its step ms | a row | its peak | its retries | its holes "
+        "| allocations for parameters | largest without retries |"
     )
-    print("|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, found in results.items():
         cells = (
             f"{1e3 * min(found.steps):.0f}",
@@ -152,6 +158,8 @@ def compare(args: argparse.Namespace) -> None:
             f"{1e3 * found.largest_seconds / max(1, found.largest):.0f}",
             f"{found.largest_peak / GIB:.1f}",
             f"{found.largest_retries}",
+            f"{100 * found.largest_holes / max(1, found.largest_peak):.1f}%",
+            f"{found.largest_allocations}",
             f"{found.largest_without_retries or '-'}",
         )
         print(f"| {name} | {' | '.join(cells)} |")
@@ -183,12 +191,14 @@ def grow(trainer: Any, job: Job, found: Found, rows: int, args: argparse.Namespa
             before_first = retries()
             seconds_of(lambda batches=batches: trainer.step(batches))
             before_second = retries()
-            took = seconds_of(lambda batches=batches: trainer.step(batches))
+            with counted_allocations() as allocations:
+                took = seconds_of(lambda batches=batches: trainer.step(batches))
         except torch.OutOfMemoryError:
             break
         in_first, in_second = before_second - before_first, retries() - before_second
         print(
-            f"    {rows} rows: {took:.2f} s, {in_first} and {in_second} retries, "
+            f"    {rows} rows: {took:.2f} s, {in_first} and {in_second} retries, {holes_text()}, "
+            f"{len(allocations)} allocations for parameters, "
             f"{time.perf_counter():.0f} s on the clock",
             flush=True,
         )
@@ -198,10 +208,46 @@ def grow(trainer: Any, job: Job, found: Found, rows: int, args: argparse.Namespa
             largest_seconds=took,
             largest_peak=torch.cuda.max_memory_allocated() - taken.nbytes if ON_GPU else 0,
             largest_retries=in_second,
+            largest_holes=holes(),
+            largest_allocations=len(allocations),
             largest_without_retries=found.largest_without_retries if in_first or in_second else rows,
         )
         rows += args.grow_by
     return found
+
+
+def holes() -> int:
+    """Bytes that the allocator has reserved beyond what is allocated, each at its peak."""
+    return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated() if ON_GPU else 0
+
+
+def holes_text() -> str:
+    if not ON_GPU:
+        return "no device memory"
+    return f"{holes() / GIB:.2f} GiB ({100 * holes() / torch.cuda.max_memory_allocated():.1f}%) of holes"
+
+
+@contextmanager
+def counted_allocations() -> Iterator[list[int]]:
+    """Inside, the sizes of all memory that mics asks for to gather parameters in."""
+    found: list[int] = []
+    enter, acquire = HomeSegment.enter, WholeParameters.acquire
+
+    def counted_enter(segment: HomeSegment) -> None:
+        if not segment.memory.untyped_storage().nbytes():
+            found.append(segment.memory.numel())
+        enter(segment)
+
+    def counted_acquire(whole: WholeParameters) -> None:
+        if whole.is_own and not whole.at_home:
+            found.append(whole.nbytes)
+        acquire(whole)
+
+    with (
+        patch.object(HomeSegment, "enter", counted_enter),
+        patch.object(WholeParameters, "acquire", counted_acquire),
+    ):
+        yield found
 
 
 def take_all_but(gib: float) -> torch.Tensor:

@@ -310,6 +310,6 @@ def _offloaded(low_memory: bool) -> tuple[list[float], int]:
 def test_homes_and_offload_go_together() -> None:
     """The same bits in low memory, where the loss may have the arena's memory."""
     found = [run_ranks(4, _offloaded, low_memory, ranks_per_node=2) for low_memory in (False, True)]
-    for kept, lent in zip(*found, strict=True):
-        assert kept[0] == lent[0]
-        assert kept[1] > 0 and lent[1] > 0
+    for kept, freed in zip(*found, strict=True):
+        assert kept[0] == freed[0]
+        assert kept[1] > 0 and freed[1] > 0

@@ -260,6 +260,9 @@ def test_a_step_that_is_broken_off_leaves_nothing_old() -> None:
         assert sharded == pytest.approx(plain, abs=1e-5)
 
 
+_WIDE = GPTConfig(num_layers=4, num_heads=2, hidden_size=256, vocab_size=32, seq_len=8)
+
+
 def _chosen(memory_nbytes: list[float], flops: float) -> int:
     """Bytes that stay after three steps, where a rank has so much memory."""
     rank = torch.distributed.get_rank()
@@ -292,6 +295,38 @@ def test_auto_lets_units_stay_where_the_network_is_busier_and_memory_is_left() -
     assert run_ranks(2, _chosen, [8 * gib] * 2, 1e6) == [0, 0], "computing takes longer"
     assert run_ranks(2, _chosen, [0.0] * 2, 1e15) == [0, 0], "nobody says how much memory there is"
     assert run_ranks(2, _chosen, [8 * gib, 0.0], 1e15) == [0, 0], "as much as every rank has"
+
+
+def _ahead(memory_nbytes: list[float], low_memory: bool) -> tuple[int, int | None]:
+    """Units and bytes that are prefetched after four steps, where a rank has so much memory left."""
+    free = memory_nbytes[torch.distributed.get_rank()]
+    total = 100e6
+    with (
+        mock.patch("mics.choices._device_memory", return_value=(free + 0.08 * total, total)),
+        mock.patch("mics.cost.depth.prefetch_units", return_value=3),
+    ):
+        model = mics.shard(GPT(_WIDE), partition_size=2, low_memory=low_memory)
+        optimizer = torch.optim.SGD(model.parameters())
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        for _ in range(4):
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    prefetch = engine_of(model).residency.plans.prefetch
+    return prefetch.units, prefetch.nbytes
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_auto_looks_no_further_ahead_than_memory_is_left(low_memory: bool) -> None:
+    """Beside one unit, which has been there, and the optimizer's state, which is to come. For all ranks."""
+    block = 12 * 256 * 256 * 4 + 4096  # bytes, with norms
+    state = 4e6  # two moments of half of 4 blocks, and more
+    [plenty] = set(run_ranks(2, _ahead, [80e6, 80e6], low_memory))
+    assert plenty == (3, None)
+    [tight] = set(run_ranks(2, _ahead, [80e6, 1.2 * block + 3.1 * state], low_memory))
+    assert tight[0] == 3 and tight[1] is not None and block < tight[1] < 4 * block
+    [none] = set(run_ranks(2, _ahead, [0.0, 80e6], low_memory))
+    assert none[1] is not None and block <= none[1] < 1.5 * block, "one unit, as from the beginning"
 
 
 @pytest.mark.gpu

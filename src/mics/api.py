@@ -76,7 +76,7 @@ def shard(
             host memory meanwhile; None leaves the model as it is.
         low_memory: hold as little memory as possible, for a small cost in time. Gradients and the buffers
             they are reduced in have memory from the first backward to the next forward that finds all of
-            them cleared (call ``zero_grad()`` before it), unsharded units only while they are needed. There
+            them cleared (call ``zero_grad()`` before it), the loss may use that of unsharded units. There
             is no second copy of parameters whose masters are all on this rank (one replica, or
             optimizer_sharding="partition"). "auto": where activations are offloaded.
         audit_interval: optimizer steps from one comparison of the replicas' parameters to the next (see

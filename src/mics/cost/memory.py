@@ -10,7 +10,7 @@ from typing import Final
 
 from mics.cost.shapes import ModelShape
 from mics.layout.flat import ALIGNMENT
-from mics.layout.homes import Change, Recorded, aligned, plan_homes
+from mics.layout.homes import Change, Recorded, aligned, plan_homes, plan_segments
 from mics.layout.order import NO_BATCHING, Batching, Prefetch, make_plan
 
 TINY_SHARE: Final = 16
@@ -94,6 +94,7 @@ def homes(
     alone: tuple[int, ...] = (),
     nests: tuple[Nest, ...] | None = None,
     ahead: int | None = None,
+    frees: bool = False,
 ) -> int:
     """Bytes of the arena: the engine's own plan for a forward and a backward through a chain of units.
 
@@ -101,22 +102,25 @@ def homes(
     ``held``: of units beside the chain, gathered all the while. ``staying``: bytes of units that wait for
     their next use. ``batching``: small units that travel together look further ahead.
     ``alone``: units that share their home with nobody. ``nests``: all units, where some are inside others.
-    ``ahead``: bytes that may be prefetched at once.
+    ``ahead``: bytes that may be prefetched at once. ``frees``: the loss may have what is not gathered then,
+    so units that are gathered then, and those that are alone, have places of their own.
     """
     if nests is None:
         nests = tuple(Nest((unit,)) for unit in range(len(sizes)))
     if prefetch == 0:
         return max((nest.nbytes(sizes) for nest in nests), default=0) + sum(held)
-    visits = [*_way_there(nests), *_way_back(nests, lookups)]
+    there, back = list(_way_there(nests)), list(_way_back(nests, lookups))
     by_unit = dict(enumerate(sizes))
+    turn = sum(visit.begins for visit in there) if frees else None
     plan = make_plan(
-        [visit.unit for visit in visits if visit.begins],
+        [visit.unit for visit in (*there, *back) if visit.begins],
         sizes=by_unit,
         prefetch=Prefetch(units=prefetch, nbytes=ahead, stay_nbytes=staying),
         batching=batching,
+        turn=turn,
     )
     events, position = [], -1
-    for visit in visits:
+    for visit in (*there, *back):
         position += visit.begins
         if visit.begins or not (visit.may_be_kept and visit.unit in plan.kept[position]):
             events.append(Change(visit.unit, needed=visit.begins))
@@ -125,8 +129,10 @@ def homes(
         sent_at=plan.sent_at(),
         staying=plan.staying.union(alone),
         first=plan.first_units,
+        turn=turn,
     )
-    return plan_homes([recorded], by_unit).nbytes + sum(map(aligned, held))
+    planned = plan_segments([recorded], by_unit, apart=alone) if frees else [plan_homes([recorded], by_unit)]
+    return sum(found.nbytes for found in planned) + sum(map(aligned, held))
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,8 @@ def _gathered(model: ModelShape, division: Division) -> tuple[float, int]:
     first_back = sum(nbytes for _, nbytes in chain[-1:]) + sum(held)
     if division.partition_size == 1:
         return 0.0, first_back
-    arena: float = homes(tuple(nbytes for _, nbytes in chain), lookups, division.prefetch, held)
+    sizes_of_chain = tuple(nbytes for _, nbytes in chain)
+    arena: float = homes(sizes_of_chain, lookups, division.prefetch, held, frees=division.low_memory)
     if division.stay_nbytes:  # at homes of their own
         total = sum(padded(unit.numel, division) for unit in model.units if unit.numel)
         arena = min(arena + division.stay_nbytes, float(total * division.param_nbytes))

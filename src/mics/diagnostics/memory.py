@@ -159,8 +159,6 @@ def _gathered_term(engine: Engine, model: nn.Module) -> MemoryTerm:
     held = _held(engine.autograd.sites)
     chain = [unit for unit in gathered if unit not in held]
     unread, alone = _in_backward(engine, chain)
-    if low_memory:  # no places are planned: the most that is there at once
-        unread, alone = tuple(index for index, unit in enumerate(chain) if _is_lookup(unit)), ()
     prefetch = engine.residency.plans.prefetch
     comes_and_goes = _meanwhile(engine) if prefetch.units else ", only meanwhile"
     staying = prefetch.stay_nbytes * bool(prefetch.units) * (not low_memory)
@@ -179,6 +177,7 @@ def _gathered_term(engine: Engine, model: nn.Module) -> MemoryTerm:
             alone,
             _nests(model, engine, chain),
             prefetch.nbytes,
+            low_memory,
         ),
         _nbytes(unit.whole.flat for unit in gathered),
     )

@@ -72,6 +72,52 @@ def plan_homes(
     recorded: Sequence[Recorded], sizes: Mapping[int, int], *, leave_out: Collection[int] = ()
 ) -> Homes:
     """Give every unit its place, but for those to ``leave_out``. ``sizes`` are in bytes."""
+    meeting = _meetings(recorded, leave_out)
+    return _best(sorted(meeting), sizes, meeting)
+
+
+def plan_segments(
+    recorded: Sequence[Recorded],
+    sizes: Mapping[int, int],
+    *,
+    apart: Collection[int],
+    leave_out: Collection[int] = (),
+) -> list[Homes]:
+    """The same in several buffers, all of which but the first may come and go with the units in them.
+
+    In the first are units that are in memory while the loss is computed, and others that fit in between. Each
+    of those that share with nobody (``apart``) has one: together they would be there as long as any is.
+    """
+    meeting = _meetings(recorded, leave_out)
+    alone = sorted(unit for unit in meeting if unit in apart)
+    at_turn = {unit for each in recorded for unit in each.at_turn() if unit in meeting and unit not in apart}
+    first = _best(sorted(at_turn), sizes, meeting)
+    rest = [unit for unit in sorted(meeting) if unit not in at_turn and unit not in apart]
+    found = [
+        (with_guests, _best([unit for unit in rest if unit not in with_guests.offsets], sizes, meeting))
+        for with_guests in (
+            first,
+            *(_with_guests(first, order, sizes, meeting) for order in (rest, rest[::-1])),
+        )
+    ]
+    smallest = min(found, key=lambda both: both[1].nbytes)
+    return [*smallest, *(_best([unit], sizes, meeting) for unit in alone)]
+
+
+def _with_guests(
+    homes: Homes, units: Sequence[int], sizes: Mapping[int, int], meeting: Mapping[int, Collection[int]]
+) -> Homes:
+    """``homes`` with those of ``units`` that fit in between."""
+    placed = dict(homes.offsets)
+    for unit in units:
+        offset = _gap_for(unit, sizes[unit], sizes, placed, meeting)
+        if offset + sizes[unit] <= homes.nbytes:
+            placed[unit] = offset
+    return Homes(offsets=placed, nbytes=homes.nbytes)
+
+
+def _meetings(recorded: Sequence[Recorded], leave_out: Collection[int]) -> dict[int, set[int]]:
+    """Which units are in memory at the same time as each."""
     by_step = [_lifetimes(each) for each in recorded]
     units = sorted({unit for lifetimes in by_step for unit in lifetimes if unit not in leave_out})
     meeting: dict[int, set[int]] = {unit: set() for unit in units}
@@ -80,6 +126,10 @@ def plan_homes(
             if second not in meeting[first] and _meet(lifetimes[first], lifetimes[second]):
                 meeting[first].add(second)
                 meeting[second].add(first)
+    return meeting
+
+
+def _best(units: Sequence[int], sizes: Mapping[int, int], meeting: Mapping[int, Collection[int]]) -> Homes:
     # Large units first, so that small ones fill what is left between them; or one after the other, so that
     # those at both ends of the order share. As they are, or units of about one size as if they were equal, so
     # that each fits where another was. None of these is best for all models.
@@ -112,10 +162,7 @@ def _place(
     """Give units, in turn, the first place with ``room`` for them that none of those they meet has."""
     placed: dict[int, int] = {}
     for unit in order:
-        taken = sorted(
-            (placed[other], placed[other] + room[other]) for other in meeting[unit] if other in placed
-        )
-        placed[unit] = _first_gap(taken, room[unit])
+        placed[unit] = _gap_for(unit, room[unit], room, placed, meeting)
     end = max((offset + sizes[unit] for unit, offset in placed.items()), default=0)
     return Homes(offsets=placed, nbytes=aligned(end))
 
@@ -144,6 +191,18 @@ def _lifetimes(recorded: Recorded) -> dict[int, list[tuple[int, int]]]:
 
 def _meet(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
     return any(a_start < b_end and b_start < a_end for a_start, a_end in first for b_start, b_end in second)
+
+
+def _gap_for(
+    unit: int,
+    nbytes: int,
+    room: Mapping[int, int],
+    placed: Mapping[int, int],
+    meeting: Mapping[int, Collection[int]],
+) -> int:
+    """The first place for ``unit`` that none of those it meets has."""
+    met = (other for other in meeting[unit] if other in placed)
+    return _first_gap(sorted((placed[other], placed[other] + room[other]) for other in met), nbytes)
 
 
 def _first_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:

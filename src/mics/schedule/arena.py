@@ -11,15 +11,15 @@ device has room for both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mics.layout.homes import Change, Recorded, plan_homes
+from mics.layout.homes import Change, Homes, Recorded, plan_homes, plan_segments
 from mics.layout.order import Plan
 from mics.sharding.unit import Unit
-from mics.sharding.whole import Segment
+from mics.sharding.whole import HomeSegment
 
 _MAX_ORDERS = 8  # that are remembered
 
@@ -43,20 +43,51 @@ class _Order:
         )
 
 
+class SpareMemory:
+    """Whether the loss may have the memory of units that are not gathered then.
+
+    It may until a step of as many rows has shown that the device has room for both.
+    """
+
+    def __init__(self, segments: Sequence[HomeSegment]) -> None:
+        self._segments = list(segments)
+        self._rows_with_room = 0
+        for segment in segments:
+            segment.is_freed = True
+            segment.free_if_unused()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.memory.numel() for segment in self._segments)
+
+    @property
+    def is_freed(self) -> bool:
+        return any(segment.is_freed for segment in self._segments)
+
+    def look(self, rows: int) -> None:
+        """A unit is resharded in a step of so many rows."""
+        for segment in self._segments:
+            segment.is_freed = rows > self._rows_with_room
+
+    def note_room(self, free_nbytes: float, rows: int) -> None:
+        """A step of so many rows is over, and nobody has ever used ``free_nbytes`` of the device."""
+        if free_nbytes >= self.nbytes:
+            self._rows_with_room = rows
+
+
 class Arena:
     """Who lives where, and which orders that was planned for."""
 
-    def __init__(self, units: Sequence[Unit], *, lends: bool = False) -> None:
+    def __init__(self, units: Sequence[Unit], *, frees: bool = False) -> None:
         self.num_planned = 0  # times that homes were given, or given up
-        self.lends = lends  # the loss may have the memory of units that are not gathered then
+        self._frees = frees  # the loss may have the memory of units that are not gathered then
+        self.spare = SpareMemory([])
         self._units = {unit.spec.index: unit for unit in units if unit.whole.is_own}
         self._device = units[0].device if units else torch.device("cpu")
         self._left_out: set[int] = set()
         self._events: list[Change] = []  # gathers and releases since the forward began
         self._apart: set[int] = set()  # units that were in use until the backward's end
         self._neighbours: dict[int, list[Unit]] = {}  # whose homes overlap, by index
-        self._lent: list[Segment] = []  # what the loss may have
-        self._rows_with_room = 0  # of a step beside which the device had room for all of the arena
         self._orders: list[_Order] = []  # the latest first
         self._covered: list[Plan] = []
         self._possible: list[Plan] = []  # covered orders that began as this forward did
@@ -147,25 +178,18 @@ class Arena:
         self._move_out()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # once: what gathered units have used up to here is free from now on
-        units = frozenset(self._units) - self._left_out
-        if not self.lends:
-            self._settle(recorded, units)
-            return
-        apart = frozenset(unit for each in settled for unit in each.apart)
-        at_loss = frozenset(unit for each in recorded for unit in each.at_turn()) - apart
-        self._settle(recorded, units & at_loss)
-        # Each of those that share with nobody alone: together they would be there as long as any is.
-        lent = [units - at_loss - apart, *(frozenset([unit]) for unit in sorted(units & apart))]
-        self._lent, self._rows_with_room = [self._settle(recorded, part) for part in lent], 0
-        self._lend(True)
-        for segment in self._lent:
-            segment.lend_if_empty()
-
-    def _settle(self, recorded: Sequence[Recorded], units: frozenset[int]) -> Segment:
-        """Give these units their homes in one segment."""
         sizes = {index: unit.whole.nbytes for index, unit in self._units.items()}
-        homes = plan_homes(recorded, sizes, leave_out=sizes.keys() - units)
-        segment = Segment(homes.nbytes, self._device)
+        if not self._frees:
+            self._settle(plan_homes(recorded, sizes, leave_out=self._left_out), sizes)
+            return
+        apart = {unit for each in settled for unit in each.apart}
+        planned = plan_segments(recorded, sizes, apart=apart, leave_out=self._left_out)
+        _, *spare = [self._settle(homes, sizes) for homes in planned]
+        self.spare = SpareMemory(spare)
+
+    def _settle(self, homes: Homes, sizes: Mapping[int, int]) -> HomeSegment:
+        """Let units move in, and give them their memory."""
+        segment = HomeSegment(homes.nbytes, self._device)
         for index, offset in homes.offsets.items():
             neighbours = [self._units[other] for other in homes.neighbours(index, sizes)]
             self._neighbours[index] = neighbours
@@ -173,27 +197,8 @@ class Arena:
             self._units[index].whole.move_in(segment, offset, others, number=self.num_planned)
         return segment
 
-    def _lend(self, lends: bool) -> None:
-        for segment in self._lent:
-            segment.lends = lends
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether part of it is not there while the loss is computed."""
-        return any(segment.lends for segment in self._lent)
-
-    def lend_for(self, rows: int) -> None:
-        """A unit is resharded in a step of so many rows: may the loss have the memory?"""
-        if self._lent:
-            self._lend(rows > self._rows_with_room)
-
-    def note_room(self, free_nbytes: float, rows: int) -> None:
-        """A step of so many rows is over, and nobody has ever used ``free_nbytes`` of the device."""
-        if free_nbytes >= sum(segment.memory.numel() for segment in self._lent):
-            self._rows_with_room = rows
-
     def _move_out(self) -> None:
-        self._neighbours, self._lent = {}, []
+        self._neighbours, self.spare = {}, SpareMemory([])
         for unit in self._units.values():
             unit.whole.move_out()
 

@@ -135,7 +135,7 @@ class Residency:
     ) -> None:
         self.units = list(units)
         self.plans = plans
-        self.arena = Arena(self.units, lends=low_memory)
+        self.arena = Arena(self.units, frees=low_memory)
         self._room = room  # bytes of the device that nobody has used yet
         self._progress = progress
         self._log = log
@@ -248,7 +248,7 @@ class Residency:
             self._moves.keep(unit)  # with the same values
         else:
             self.arena.note(unit, needed=False)
-            self.arena.lend_for(self._progress.rows)
+            self.arena.spare.look(self._progress.rows)
             self._moves.reshard(unit)
 
     def _set_apart(self, event: Event) -> None:
@@ -282,8 +282,8 @@ class Residency:
         progress.waiting.clear()
         progress.num_steps += 1
         progress.counts_rows = self._low_memory or not self.plans.is_final
-        if self.arena.is_lent:
-            self.arena.note_room(self._room(), progress.rows)
+        if self.arena.spare.is_freed:
+            self.arena.spare.note_room(self._room(), progress.rows)
         is_busy = progress.in_backward or progress.depth
         if is_busy or not self.plans.is_final or self.plans.prefetch.units == 0:
             return

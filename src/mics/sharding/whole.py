@@ -12,16 +12,16 @@ from mics.errors import MicsError
 from mics.sharding.spec import UnitSpec
 
 
-class Segment:
+class HomeSegment:
     """A part of the arena: memory in which several units have their homes.
 
-    One that lends its memory has it only while a unit is gathered there. Its storage stays the same, so that
-    tensors that autograd saved find it again; its address need not.
+    One that is freed while unused has memory only while a unit is gathered there. Its storage stays the same,
+    so that tensors that autograd saved find it again; its address need not.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)  # [nbytes]; gathers write to it
-        self.lends = False
+        self.is_freed = False
         self._num_gathered = 0  # units that are there
 
     def enter(self) -> None:
@@ -34,11 +34,11 @@ class Segment:
     def leave(self) -> None:
         """A unit is resharded."""
         self._num_gathered -= 1
-        self.lend_if_empty()
+        self.free_if_unused()
 
-    def lend_if_empty(self) -> None:
-        """Let others have the memory, if it is lent and no unit is there."""
-        if self.lends and self._num_gathered == 0:
+    def free_if_unused(self) -> None:
+        """Let others have the memory, if they may and no unit is there."""
+        if self.is_freed and self._num_gathered == 0:
             self.memory.untyped_storage().resize_(0)
 
 
@@ -62,7 +62,7 @@ class WholeParameters:
         self._home: Tensor | None = None
         self._home_views: list[Tensor] = []
         self._neighbours: list[WholeParameters] = []
-        self._segment: Segment | None = None  # that the home is in
+        self._segment: HomeSegment | None = None  # that the home is in
         self.home_number = 0  # of the planning that gave the home; 0: none has
         self.at_home = False  # which place is used
         self._lives_at_home = False  # the home is taken
@@ -130,7 +130,7 @@ class WholeParameters:
             param.data = view
 
     def move_in(
-        self, segment: Segment, offset: int, neighbours: Sequence[WholeParameters], *, number: int
+        self, segment: HomeSegment, offset: int, neighbours: Sequence[WholeParameters], *, number: int
     ) -> None:
         """Have a home at an offset (bytes), which overlaps the homes of ``neighbours``, and use it."""
         self._segment = segment
