@@ -38,6 +38,10 @@ class TwoStageCollectives:
         return self._intra.position * self._inter.size + self._inter.position
 
     @property
+    def reduces_first(self) -> str:
+        return "intra"
+
+    @property
     def staging_nbytes(self) -> int:
         return self._intra.staging_nbytes + self._inter.staging_nbytes
 
