@@ -147,15 +147,15 @@ class Hops:
         unit = gradients.unit
         if self._batch is not None and not self._batch.takes(unit):
             self._send_batch()
-        if self._batch is None:
-            self._batch = _Batch(Places(self.buffers), self._progress.announced)
-        batch, groups = self._batch, unit.groups
+        batch = self._batch or _Batch(Places(self.buffers), self._progress.announced)
+        groups = unit.groups
         buffer, views = batch.places.take(unit.spec)
         shard = gradients.allocate()
         gradients.drop_cleared()
         full = [param.grad for param in unit.whole.params]
         total = views.full if groups.reduce.size == 1 else views.shard
         laid_out = groups.reduce.lay_out(partial(_copy_to, views, full), unit.spec.label, (buffer.emptied,))
+        self._batch = batch
         batch.gradients.append(gradients)
         batch.pairs.append((total, views.full))
         batch.after += [gradients.ticket, laid_out]
