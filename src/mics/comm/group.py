@@ -38,6 +38,8 @@ class GroupCollectives:
     a single process can reproduce to the bit. See "Reduction order" in docs/design.md.
     """
 
+    reduces_first = ""  # there is one stage
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -68,10 +70,6 @@ class GroupCollectives:
     @property
     def position(self) -> int:
         return self._position
-
-    @property
-    def reduces_first(self) -> str:
-        return ""
 
     @property
     def staging_nbytes(self) -> int:

@@ -24,6 +24,8 @@ class TwoStageCollectives:
     Each chunk crosses the network once per node, (p - k)/p of a unit into each, instead of once per rank.
     """
 
+    reduces_first = "intra"
+
     def __init__(self, *, intra: GroupCollectives, inter: GroupCollectives, counter: TrafficCounter) -> None:
         self._intra = intra
         self._inter = inter
@@ -36,10 +38,6 @@ class TwoStageCollectives:
     @property
     def position(self) -> int:
         return self._intra.position * self._inter.size + self._inter.position
-
-    @property
-    def reduces_first(self) -> str:
-        return "intra"
 
     @property
     def staging_nbytes(self) -> int:

@@ -49,7 +49,7 @@ class Places:
         self.used: list[ReduceBuffer] = []
         self._buffers = buffers
         self._ends: dict[ReduceBuffer, int] = {}
-        self._of_kind: dict[Kind, ReduceBuffer] = {}
+        self._of_kind: dict[BufferKind, ReduceBuffer] = {}
 
     def has_room(self, spec: UnitSpec) -> bool:
         """Whether ``spec`` fits beside those that are here."""
@@ -69,7 +69,7 @@ class Places:
         return buffer, buffer.views_for(spec.index, spec.layout, start)
 
 
-Kind = tuple[torch.dtype, bool]
+BufferKind = tuple[torch.dtype, bool]
 """The format of a reduction, and whether the unit is tiny."""
 
 
@@ -88,7 +88,7 @@ class ReduceBuffers:
         self._device = device
         self._joined_nbytes = joined_nbytes
         self._largest = max((spec.layout.numel for spec in specs), default=0)
-        self._by_kind: dict[Kind, list[ReduceBuffer]] = {}
+        self._by_kind: dict[BufferKind, list[ReduceBuffer]] = {}
 
     def __iter__(self) -> Iterator[ReduceBuffer]:
         return (buffer for buffers in self._by_kind.values() for buffer in buffers)
@@ -123,7 +123,7 @@ class ReduceBuffers:
         kinds = {self.kind_of(spec) for spec in self._specs}
         return self._count * sum(sum(self._numels(kind)) * kind[0].itemsize for kind in kinds)
 
-    def kind_of(self, spec: UnitSpec) -> Kind:
+    def kind_of(self, spec: UnitSpec) -> BufferKind:
         """Units of one kind share their buffers."""
         return spec.reduce_dtype, self.is_tiny(spec)
 
@@ -131,7 +131,7 @@ class ReduceBuffers:
         """Whether its buffer takes next to nothing beside that of the largest unit."""
         return spec.layout.numel * TINY_SHARE < self._largest
 
-    def _numels(self, kind: Kind) -> tuple[int, int]:
+    def _numels(self, kind: BufferKind) -> tuple[int, int]:
         """Elements of a buffer, and of the result: of the largest unit, or of several that are tiny."""
         alike = [spec.layout for spec in self._specs if self.kind_of(spec) == kind]
         numel, shard_numel = (
