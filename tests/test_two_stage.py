@@ -30,6 +30,8 @@ from mics.comm import (
     World,
     join_world,
 )
+from mics.comm.lanes import LanedCollectives, Lanes
+from mics.comm.protocol import Pairs
 from mics.layout.topology import Topology, plan_topology
 from tests.ranks import MAX_WORLD_SIZE, RankPool, run_ranks
 
@@ -77,7 +79,7 @@ class Mover(Protocol):
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> object: ...
 
-    def reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> object: ...
+    def reduce_together(self, pairs: Pairs, label: str) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ class Member:
         expected = addends.unflatten(1, (size, -1))[members, chunk].double().sum(0).to(self.device, dtype)
         buffer = addends[self.rank].to(self.device, copy=True)
         out = buffer.view(size, -1)[chunk] if inside else torch.full_like(expected, -1)
-        mover.reduce_scatter(out, buffer, "unit")
+        mover.reduce_together([(out, buffer)], "unit")
         return torch.equal(out.view(FORMATS[dtype]), expected.view(FORMATS[dtype]))
 
 
@@ -143,7 +145,8 @@ def _play(node_of: Sequence[int], partition_size: int) -> Found:
         move_all(way, topology, mesh.groups.gather, mesh.groups.reduce, counter)
     counter = TrafficCounter()
     by_hand = _by_hand(world, staged, counter)
-    move_all("by hand", staged, by_hand, by_hand, counter)
+    in_lanes = LanedCollectives(by_hand, Lanes(device, overlap=False), "by hand")
+    move_all("by hand", staged, in_lanes, in_lanes, counter)
     return Found(
         size=by_hand.size,
         position=by_hand.position,

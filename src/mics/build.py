@@ -17,7 +17,7 @@ from mics.diagnostics.audit import ReplicaAudit
 from mics.engine import Engine, Members, attach_engine
 from mics.gradients.agreement import Agreement
 from mics.gradients.clip import Clip
-from mics.gradients.hops import Hops
+from mics.gradients.hops import Hops, Joining
 from mics.gradients.optimizer import register_params
 from mics.gradients.reduce_buffers import ReduceBuffers
 from mics.gradients.shown import ShownGradients
@@ -158,6 +158,7 @@ def _gradients(
     shown = ShownGradients(trained, owner=owner, memory=memory)
     # One buffer for each stage: while one unit crosses the network, the next is added up inside the node.
     two_stages = settings.overlaps and any(mesh.groups.topology.two_stage)
+    joining = choices.joining() if settings.overlaps else Joining()
     hops = Hops(
         trained,
         events=events,
@@ -166,11 +167,15 @@ def _gradients(
         shown=shown,
         memory=memory,
         buffers=ReduceBuffers(
-            [unit.spec for unit in trained], count=2 if two_stages else 1, device=settings.device
+            [unit.spec for unit in trained],
+            count=2 if two_stages else 1,
+            device=settings.device,
+            joined_nbytes=joining.hop_1_nbytes,
         ),
         low_memory=settings.low_memory,
         reduction_share=choices.reduction_share,
         batch_nbytes=choices.replica_batch_nbytes if settings.overlaps else 0,
+        joining=joining,
     )
     return shown, hops
 

@@ -11,13 +11,14 @@ import torch.nn as nn
 
 from mics.comm import World
 from mics.config import Settings, cluster_for, device_of, imagined_memory, whole_node
-from mics.cost.auto import batch_nbytes, exchange_pays, two_stages_pay
+from mics.cost.auto import batch_nbytes, exchange_pays, latency_nbytes, two_stages_pay
 from mics.cost.collectives import Kind, Span
 from mics.cost.depth import MicroStep, batching_for, reduction_share
 from mics.cost.memory import ADAM_NBYTES, USABLE
 from mics.cost.modules import shape_of_module
 from mics.cost.setting import fitting_partition
 from mics.errors import SettingsError
+from mics.gradients.hops import Joining
 from mics.layout.assign import ParamRef, Site
 from mics.layout.flat import plan_layout
 from mics.layout.order import Plans, Prefetch
@@ -92,8 +93,11 @@ class Choices:
         self._two_stage = topology.two_stage[0]
         self._specs = {unit.spec.index: unit.spec for unit in units}
         self._sizes = {index: spec.gathered_nbytes for index, spec in self._specs.items()}
-        kind = Kind.ALL_TO_ALL if replicas_exchange(settings, topology) else Kind.ALL_GATHER
-        self.replica_batch_nbytes = batch_nbytes(self._cluster, _replica_span(topology), kind)
+        self._replica_span = _replica_span(topology)
+        self._exchanges = replicas_exchange(settings, topology)
+        self._over_replicas = settings.optimizer_sharding == "world"
+        kind = Kind.ALL_TO_ALL if self._exchanges else Kind.ALL_GATHER
+        self.replica_batch_nbytes = batch_nbytes(self._cluster, self._replica_span, kind)
 
     def plans(self) -> Plans:
         """Where orders will be recorded."""
@@ -106,6 +110,26 @@ class Choices:
             batching=batching,
             stops_at_turn=self._low_memory,
             is_final=self._prefetch is not None,
+        )
+
+    def joining(self) -> Joining:
+        """Which units wait for others before they are reduced, in each hop.
+
+        Those of which a collective is mostly latency. Never one of half the largest unit's size: where blocks
+        are alike, none would fit beside another in the reduce buffer.
+        """
+        specs = [spec for spec in self._specs.values() if spec.trainable]
+        hop_1 = [spec.layout.numel * spec.reduce_dtype.itemsize for spec in specs]
+        hop_2 = [spec.layout.chunk_numel * spec.replica_dtype.itemsize for spec in specs]
+        latency_1 = latency_nbytes(self._cluster, self._span, Kind.REDUCE_SCATTER, two_stage=self._two_stage)
+        kind = Kind.REDUCE_SCATTER if self._over_replicas else Kind.ALL_REDUCE
+        # An exchange, and a narrower wire, have no form that takes several tensors at once.
+        is_narrow = any(spec.replica_dtype.itemsize < spec.grad_dtype.itemsize for spec in specs)
+        apart = is_narrow or (self._exchanges and self._over_replicas)
+        latency_2 = 0 if apart else latency_nbytes(self._cluster, self._replica_span, kind)
+        return Joining(
+            hop_1_nbytes=min(latency_1, max(hop_1, default=0) // 2),
+            hop_2_nbytes=min(latency_2, max(hop_2, default=0) // 2),
         )
 
     def prefetch(self, order: Sequence[int], rows: int) -> Prefetch:

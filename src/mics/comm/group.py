@@ -38,6 +38,8 @@ class GroupCollectives:
     a single process can reproduce to the bit. See "Reduction order" in docs/design.md.
     """
 
+    reduces_first = ""  # there is one stage
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -155,6 +157,12 @@ class GroupCollectives:
 
     def all_reduce_together(self, tensors: Sequence[Tensor], label: str, codec: Codec = PLAIN) -> None:
         """``all_reduce`` of each tensor; the result is rounded by ``codec`` on every member alike."""
+        narrows = any(_narrows(codec, tensor) for tensor in tensors)
+        if not narrows and self._coalesces([(tensor, tensor) for tensor in tensors], exchanges=False):
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            self._count("all_reduce", 2 * (self._size - 1) * nbytes // self._size)
+            self._call("all-reduce", label, _coalesced_all_reduce, list(tensors))
+            return
         for tensor in tensors:
             if not _narrows(codec, tensor) or tensor.numel() % self._size:
                 self.all_reduce(tensor, label)
@@ -169,9 +177,10 @@ class GroupCollectives:
                 self.all_gather(rounded, mine, label)
                 codec.decode(tensor, rounded)
 
-    def _coalesces(self, pairs: Pairs) -> bool:
+    def _coalesces(self, pairs: Pairs, *, exchanges: bool | None = None) -> bool:
         same_format = len({shard.dtype for _, shard in pairs}) == 1
-        as_it_is = not (self._exchange or self._is_gloo(pairs[0][0]))
+        exchanges = self._exchange if exchanges is None else exchanges
+        as_it_is = not (exchanges or self._is_gloo(pairs[0][0]))
         return len(pairs) > 1 and self._size > 1 and same_format and as_it_is
 
     def _exchange_and_add(self, out: Tensor, buffer: Tensor, label: str, codec: Codec) -> None:
@@ -273,6 +282,14 @@ def _coalesced_reduce(outs: list[Tensor], buffers: list[Tensor], group: Any) -> 
     _coalesced(
         group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", outs, buffers, options
     )
+
+
+def _coalesced_all_reduce(tensors: list[Tensor], group: Any) -> None:
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = False
+    work = group.allreduce_coalesced(tensors, options)
+    if work is not None:
+        work.wait()
 
 
 def _coalesced(group: Any, name: str, old_name: str, *args: Any) -> None:

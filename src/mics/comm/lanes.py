@@ -260,34 +260,24 @@ class LanedCollectives:
             stages[0] = (stage, _both(prepare, action))
         return self._chain(stages, ("all-gather", label), after)
 
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        buffer: Tensor,
-        label: str,
-        *,
-        prepare: tuple[Action, Sequence[Ticket]] = (_nothing, ()),
-        after: Sequence[Ticket] = (),
-        then: Action | None = None,
-        codec: Codec = PLAIN,
-    ) -> tuple[Ticket, Ticket]:
-        """``out = sum over members of their buffer[position]``, and ``then`` what is to be done with it.
-
-        ``prepare`` fills the buffer, where the reduction begins and after tickets of its own. Returns the
-        tickets of that and of the whole.
-        """
-        stages = self._collectives.reduce_stages([(out, buffer)], label, codec)
-        action, before = prepare
-        prepared = self._lane(stages[0][0], "copy", label).submit(action, before)
-        return prepared, self._chain(stages, ("reduce-scatter", label), (prepared, *after), then)
+    def lay_out(self, action: Action, label: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Fill a buffer that will be reduced, where the reduction begins."""
+        return self._lane(self._collectives.reduces_first, "copy", label).submit(action, after)
 
     def reduce_together(
-        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), codec: Codec = PLAIN
+        self,
+        pairs: Pairs,
+        label: str,
+        after: Sequence[Ticket] = (),
+        codec: Codec = PLAIN,
+        then: Action | None = None,
     ) -> Ticket:
-        """``reduce_scatter`` of all pairs (out, buffer) as one collective, encoded on the way."""
-        return self._chain(
-            self._collectives.reduce_stages(pairs, label, codec), ("reduce-scatter", label), after
-        )
+        """For all pairs (out, buffer): ``out = sum over members of their buffer[position]``.
+
+        As one collective, encoded on the way; and ``then`` what is to be done with the results.
+        """
+        stages = self._collectives.reduce_stages(pairs, label, codec)
+        return self._chain(stages, ("reduce-scatter", label), after, then)
 
     def all_reduce_together(
         self,

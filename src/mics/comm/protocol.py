@@ -33,6 +33,11 @@ class Collectives(Protocol):
         """Bytes this implementation keeps between calls."""
         ...
 
+    @property
+    def reduces_first(self) -> str:
+        """The name of the link on which reductions begin (see ``reduce_stages``)."""
+        ...
+
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> None:
         """``out[c] = shard of member c``. ``shard`` may be this member's own chunk of ``out``."""
         ...

@@ -24,6 +24,8 @@ class TwoStageCollectives:
     Each chunk crosses the network once per node, (p - k)/p of a unit into each, instead of once per rank.
     """
 
+    reduces_first = "intra"
+
     def __init__(self, *, intra: GroupCollectives, inter: GroupCollectives, counter: TrafficCounter) -> None:
         self._intra = intra
         self._inter = inter

@@ -43,13 +43,15 @@ def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:
     return staged < flat
 
 
-def latency_nbytes(cluster: Cluster, span: Span, kind: Kind = Kind.ALL_GATHER) -> int:
+def latency_nbytes(
+    cluster: Cluster, span: Span, kind: Kind = Kind.ALL_GATHER, *, two_stage: bool = False
+) -> int:
     """The size of a collective whose bytes take as long as its latency."""
     if span.size == 1:
         return 0
     many = 1 << 30
-    latency = cost(cluster, kind, span, 0).seconds
-    seconds_per_byte = (cost(cluster, kind, span, many).seconds - latency) / many
+    latency = move_seconds(cluster, kind, span, 0, two_stage=two_stage)
+    seconds_per_byte = (move_seconds(cluster, kind, span, many, two_stage=two_stage) - latency) / many
     return int(latency / seconds_per_byte)
 
 

@@ -4,13 +4,17 @@ Hop 1 divides by all ranks whose gradients are averaged (``comm/world.py: UnitGr
 
 Hop 1 runs when backward is through with a unit, hop 2 in the last micro-step if that was announced, and
 otherwise when somebody first needs the gradients (step.py).
+
+A unit whose reduction would be all latency waits for those that follow, in the reduce buffer, and one
+collective takes them all. The end of the backward is the latest. What waits follows from the order of units
+and their sizes alone, so all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,9 +22,10 @@ from torch import Tensor
 
 from mics.comm.codec import Codec
 from mics.comm.lanes import DONE, Ticket
+from mics.comm.protocol import Action
 from mics.comm.world import UnitGroups
 from mics.cost.memory import QUICK_SHARE
-from mics.gradients.reduce_buffers import ReduceBuffers, ReduceViews
+from mics.gradients.reduce_buffers import Places, ReduceBuffers, ReduceViews
 from mics.gradients.shards import GradState, UnitGradients
 from mics.gradients.shown import ShownGradients
 from mics.guard import plainly
@@ -42,6 +47,38 @@ class _InUse:
     age: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """Bytes below which a hop waits for the next unit: about where latency is half of a collective's time."""
+
+    hop_1_nbytes: int = 0  # of the reduce buffer
+    hop_2_nbytes: int = 0  # of gradient shards on the wire
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Units whose gradients are laid out, and wait to be reduced by one collective."""
+
+    places: Places
+    announced: bool  # hop 2 follows
+    gradients: list[UnitGradients] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # results, and what is reduced
+    after: list[Ticket] = field(default_factory=list)
+    adding: list[Action] = field(default_factory=list)  # results to gradient shards
+    nbytes: int = 0
+
+    def takes(self, unit: Unit) -> bool:
+        """Whether ``unit`` may be one of them."""
+        mine, spec = self.gradients[0].unit, unit.spec
+        alike = mine.groups is unit.groups and mine.spec.reduce_dtype is spec.reduce_dtype
+        return alike and mine.spec.hop_1 == spec.hop_1 and self.places.has_room(spec)
+
+    def add_results(self) -> None:
+        """On the lane of the reduction."""
+        for add in self.adding:
+            add()
+
+
 class Hops:
     """Takes each unit's gradients from backward to the sum over the world."""
 
@@ -58,6 +95,7 @@ class Hops:
         low_memory: bool = False,
         reduction_share: Callable[[int], float] = lambda rows: math.inf,
         batch_nbytes: int = 0,
+        joining: Joining = Joining(),
     ) -> None:
         self.units = list(units)  # that are trained
         self.buffers = buffers
@@ -70,8 +108,13 @@ class Hops:
         self._memory = memory
         self._reduction_share = reduction_share  # of a unit's forward over so many rows
         self._batch_nbytes = batch_nbytes  # units that cross replicas together, where nobody waits for each
+        self._joining = joining
         self._in_use: _InUse | None = None
+        self._batch: _Batch | None = None  # has had no hop 1 yet
+        self._crossing: list[UnitGradients] = []  # have had no hop 2 yet
         events[What.FORWARD_BEGINS].append(self._begin_forward)
+        events[What.BACKWARD_ENDS].insert(0, self._hear_end)  # before the gathers that follow
+        events[What.FAILED].append(self._hear_end)
         events[What.NEEDED].append(self._grow_older)
         events[What.GRADIENTS_READY].append(self._reduce)
 
@@ -82,45 +125,84 @@ class Hops:
         unit = event.unit
         assert unit is not None
         gradients = self._shown.of(unit)
+        if self._waits(gradients):
+            self.send_waiting()  # backward has come to it again
         self._log.note(unit.spec.index, REDUCED)
         self._shown.guard_again()  # an optimizer's step that was broken off
         gradients.note_used(self._shown.adopt_assigned(unit, self.finish))
         self._shown.leave_cleared(unit)
         self._free_full()
-        self._hop_1(gradients)
+        batch = self._lay_out(gradients)
         self._shown.show(unit)
         self.note_change()
-        if self._progress.announced:
-            # At once: waiting for company would save latency, and leave the network idle meanwhile.
-            hop_2([gradients])
+        # The buffer of a tiny unit takes next to nothing, so that it may wait where memory is short.
+        may_wait = self.buffers.is_tiny(unit.spec) or not self.lends_memory
+        if not may_wait or batch.nbytes >= self._joining.hop_1_nbytes:
+            self._send_batch()
         if self.lends_memory and self._reduction_share(self._progress.rows) <= QUICK_SHARE:
             self._lend_buffers()
 
-    def _hop_1(self, gradients: UnitGradients) -> None:
-        """Add the sum of the partition group's gradients, divided by ``UnitGroups.divisor``, to the shard."""
+    def _lay_out(self, gradients: UnitGradients) -> _Batch:
+        """Copy full gradients to the reduce buffer, beside others that wait there: with whom they go."""
         unit = gradients.unit
-        groups, buffer = unit.groups, self.buffers.next_for(unit.spec)
-        views = buffer.views_for(unit.spec.index, unit.spec.layout)
+        if self._batch is not None and not self._batch.takes(unit):
+            self._send_batch()
+        batch = self._batch or _Batch(Places(self.buffers), self._progress.announced)
+        groups = unit.groups
+        buffer, views = batch.places.take(unit.spec)
         shard = gradients.allocate()
         gradients.drop_cleared()
         full = [param.grad for param in unit.whole.params]
         total = views.full if groups.reduce.size == 1 else views.shard
-        laid_out, gradients.ticket = groups.reduce.reduce_scatter(
-            total,
-            views.full,
-            unit.spec.label,
-            prepare=(partial(_lay_out, views, full), (buffer.emptied,)),
-            after=(gradients.ticket,),
-            codec=unit.spec.hop_1,
-            then=partial(gradients.add, shard, total, 1.0 / groups.divisor, gradients.state),
-        )
-        buffer.emptied = gradients.ticket
+        laid_out = groups.reduce.lay_out(partial(_copy_to, views, full), unit.spec.label, (buffer.emptied,))
+        self._batch = batch
+        batch.gradients.append(gradients)
+        batch.pairs.append((total, views.full))
+        batch.after += [gradients.ticket, laid_out]
+        batch.adding.append(partial(gradients.add, shard, total, 1.0 / groups.divisor, gradients.state))
+        batch.nbytes += views.full.nbytes
+        gradients.ticket = laid_out
         gradients.state = GradState.PARTIAL
         for index, grad in enumerate(full):
             gradients.used[index] |= grad is not None
         unit.whole.drop_gradients()
         if laid_out is not DONE:
             self._in_use = _InUse([grad for grad in full if grad is not None], laid_out)
+        return batch
+
+    def _send_batch(self) -> None:
+        """Add the partition group's sums, divided by ``UnitGroups.divisor``, to the gradient shards."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        specs = [each.unit.spec for each in batch.gradients]
+        ticket = batch.gradients[0].unit.groups.reduce.reduce_together(
+            batch.pairs, label_of(specs), after=batch.after, codec=specs[0].hop_1, then=batch.add_results
+        )
+        for each in batch.gradients:
+            each.ticket = ticket
+        for buffer in batch.places.used:
+            buffer.emptied = ticket
+        if batch.announced:
+            self._crossing += batch.gradients
+            if sum(map(_hop_2_nbytes, self._crossing)) >= self._joining.hop_2_nbytes:
+                self._send_crossing()
+
+    def _send_crossing(self) -> None:
+        crossing, self._crossing = self._crossing, []
+        hop_2(crossing)
+
+    def send_waiting(self) -> None:
+        """Wait for no other unit: somebody needs the gradients, or no more will come."""
+        self._send_batch()
+        self._send_crossing()
+
+    def _hear_end(self, event: Event) -> None:
+        self.send_waiting()
+
+    def _waits(self, gradients: UnitGradients) -> bool:
+        """Whether this unit's gradients wait for others, before hop 1 or hop 2."""
+        return gradients in self._crossing or (self._batch is not None and gradients in self._batch.gradients)
 
     def note_change(self) -> None:
         """There are gradients that the ranks have not agreed on."""
@@ -131,6 +213,7 @@ class Hops:
 
     def reduce_left(self) -> None:
         """Hop 2 of every unit that has only had hop 1."""
+        self.send_waiting()
         left = [unit for unit in self.units if self._shown.of(unit).state is GradState.PARTIAL]
         for batch in self.batches(left):
             hop_2([self._shown.of(unit) for unit in batch])
@@ -154,12 +237,14 @@ class Hops:
 
     def settle(self) -> None:
         """Wait for the lanes: from here on the caller may use gradients."""
+        self.send_waiting()
         self._free_full()
         for unit in self.units:
             self._shown.of(unit).settle()
 
     def finish(self, gradients: UnitGradients) -> None:
         """Bring one unit's gradients to the state after hop 2, zero if there were none."""
+        self.send_waiting()
         hop_2([gradients])
         gradients.settle()
         if gradients.state is GradState.EMPTY:
@@ -173,6 +258,7 @@ class Hops:
 
         Or leave it to the forward, whose logits and activations are gone when the first gradients come.
         """
+        self.send_waiting()
         if self.lends_memory:
             self._lend_memory()
         elif torch.is_grad_enabled():
@@ -196,7 +282,7 @@ class Hops:
 
     def _lend_buffers(self) -> None:
         self._free_full()
-        self.buffers.release()
+        self.buffers.release(but=() if self._batch is None else self._batch.places.used)
 
     def _lend_memory(self) -> None:
         self._lend_buffers()
@@ -240,7 +326,7 @@ def _send_together(gradients: Sequence[UnitGradients], groups: UnitGroups, codec
         each.ticket = ticket
 
 
-def _lay_out(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
+def _copy_to(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
     """Copy full gradients to their places in the reduce buffer. On the lane of the reduction."""
     present = [(view, grad) for view, grad in zip(views.params, grads, strict=True) if grad is not None]
     # Another unit's gradients are still in the buffer: what this one does not write must become zero.
@@ -252,3 +338,8 @@ def _lay_out(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
 
 def _nbytes_of(units: Sequence[Unit]) -> int:
     return sum(unit.spec.layout.chunk_numel * unit.spec.param_dtype.itemsize for unit in units)
+
+
+def _hop_2_nbytes(gradients: UnitGradients) -> int:
+    spec = gradients.unit.spec
+    return spec.layout.chunk_numel * spec.replica_dtype.itemsize

@@ -57,6 +57,7 @@ class Step:
     def synchronize(self) -> None:
         """Sum gradients over the world, and let the ranks agree. Called by whatever needs them first."""
         hops = self._hops
+        hops.send_waiting()
         for unit in hops.units:
             self._adopt_assigned(unit)
         hops.reduce_left()
@@ -128,6 +129,7 @@ class Step:
     def _take_gradient(self, name: str, gradient: Tensor) -> None:
         """A backward has come to this rank's piece of a parameter, outside of any forward (a penalty)."""
         unit, index = self._by_name[name]
+        self._hops.send_waiting()
         self._shown.guard_again()
         with plainly(), torch.no_grad():
             gradients = self._shown.of(unit)
