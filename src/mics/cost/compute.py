@@ -11,8 +11,8 @@ from mics.cost.shapes import UnitShape
 
 HALF_SPEED_WIDTH: Final = 128.0
 """A tile of a matrix kernel (128 x 128 in cuBLAS): narrower matrices leave part of it empty."""
-# Attention that is not fused: scores are written by the product, read and written by each of scaling, masking,
-# soft-max (which reads them twice more for its maximum and sum) and dropout, and read for the values: 12.
+# Attention that is not fused: scores are written by the product, read and written by scaling, masking,
+# soft-max (which reads them twice more, for maximum and sum) and dropout, and read for the values: 12.
 _SCORE_PASSES: Final = 12.0
 _ITEMSIZE: Final = 2
 _UNFUSED_PASSES: Final = 2.0  # norms, GELU and residuals: what one kernel writes the next one reads

@@ -1,7 +1,7 @@
 """The fitted constants of the planner: these five, for all clusters and all systems, and no others.
 
-Everything else is on a data sheet (`clusters.py`), counted (bytes and FLOPs of `shapes.py` and `memory.py`), or
-a limit that somebody chose. ``benchmarks/planner_accuracy.py`` shows what the five come to.
+Everything else is on a data sheet (`clusters.py`), counted (bytes and FLOPs of `shapes.py` and `memory.py`),
+or a limit that somebody chose. ``benchmarks/planner_accuracy.py`` shows what the five come to.
 """
 
 from __future__ import annotations

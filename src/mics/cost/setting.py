@@ -164,7 +164,7 @@ class Setting:
 
 @lru_cache(maxsize=64)
 def _with_scores(model: ModelShape) -> ModelShape:
-    """What blocks save where attention is not fused: soft-max and dropout of the scores, and its mask of bytes.
+    """With what blocks save where attention is not fused: soft-max and dropout of the scores, and its mask.
 
     The 5 a s of Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
     """

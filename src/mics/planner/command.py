@@ -14,19 +14,20 @@ import tyro
 from rich.console import Console
 
 from mics.cost.clusters import PRESETS, Cluster
+from mics.cost.constants import Kernels
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
 from mics.errors import SettingsError
 from mics.planner.answer import Answer, answer, as_dict, complete, num_stages
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
-from mics.planner.search import Request, divided_batch, search
+from mics.planner.search import Request, divided_batch, nearest, search
 from mics.planner.sweep import Size, Sweep, sweep_as_dict
 from mics.planner.text import show, show_sweep
 from mics.utils.command_line import parse
 from mics.utils.extras import require
 from mics.utils.global_batch import AskedBatch, GlobalBatch
-from mics.utils.numbers import TokenCount, in_gib, memory
+from mics.utils.numbers import TokenCount
 from mics.utils.progress import long_work
 
 _MODELS = f"{', '.join(NAMES)}; a Hugging Face config.json; or module:function that builds an nn.Module"
@@ -53,6 +54,8 @@ class PlanConfig:
     """Tokens per sequence; unset: the model's usual length."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients in communication."""
+    kernels: Kernels = "current"
+    """Whose kernels compute. 2022: unfused attention and slower matrices, as in the published results."""
     memory_gib: float | None = None
     """Memory per GPU in GiB; unset: the cluster's."""
     price: float | None = None
@@ -140,6 +143,7 @@ def _request(
         asked_tokens=batch.asked_tokens,
         wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
         memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
+        kernels=config.kernels,
     )
 
 
@@ -162,7 +166,7 @@ def _sweep(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Sweep:
     """Every number of nodes, in order; one that is not possible keeps its reason."""
     clusters = [replace(cluster, num_nodes=nodes) for nodes in sorted(set(config.nodes))]
     common = _common_batch(config, model, cluster)
-    stages = sum(num_stages(here, curves=config.json) for here in clusters)
+    stages = sum(num_stages(here, curves=config.json, peers=config.json) for here in clusters)
     with long_work("plan", stages, unit="stages") as work:
         return Sweep(sizes=tuple(_size(config, model, here, common, work.advance) for here in clusters))
 
@@ -182,14 +186,14 @@ def _size(
         asked = "the batch" if config.global_batch is None else f"{config.global_batch:,} sequences"
         return replace(size, problem=f"{asked} cannot be divided over {cluster.world_size:,} GPUs")
     if not found.choices:
-        needed = in_gib(min(found.too_large.values()))
-        return replace(size, problem=f"does not fit: {needed} of {memory(found.request.limit)}")
+        return replace(size, problem=f"does not fit: {nearest(found.too_large.values())}")
     filled = complete(
         found,
         faults=config.faults,
         tokens=config.tokens,
         price=config.price,
         curves=config.json,
+        peers=config.json,
         advance=advance,
     )
     return replace(size, answer=filled)

@@ -1,4 +1,4 @@
-"""Inputs of blocks go to host memory and come back: beside the computation, or in its way as in other systems."""
+"""Inputs of blocks go to host memory and come back: beside the computation, or in its way as elsewhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HostCopies:
 
 
 class BlockingCopies(HostCopies):
-    """As `torch.autograd.graph.save_on_cpu` copies: on the stream that computes, both ways, without prefetch."""
+    """As `torch.autograd.graph.save_on_cpu` copies: both ways on the stream that computes, no prefetch."""
 
     def forward(self, index: int, before: Task | None) -> list[Task]:
         return self._copy("to host", index, self._first.get(index), before)

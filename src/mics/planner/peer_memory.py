@@ -6,8 +6,9 @@ For ``P`` parameters over a group of ``p`` ranks, in bytes before activations an
     ZeRO-3        parameters 2P/p, gradients 4P/p, masters 4P/p, Adam 8P/p
     ZeRO-2        parameters 2P,   gradients 4P/p, masters 4P/p, Adam 8P/p
 
-DeepSpeed is taken with buckets of one unit and two units gathered at most, as `mics bench` sets it: its defaults
-take more. Activations and what the backward works in are those of `mics.cost.memory`: the model is the same.
+DeepSpeed is taken with buckets of one unit and two units gathered at most, as `mics bench` sets it: its
+defaults take more. Activations and what the backward works in are those of `mics.cost.memory`: the model is
+the same.
 """
 
 from __future__ import annotations
@@ -91,15 +92,12 @@ def _buckets(setting: Setting) -> float:
 def _with(setting: Setting, fixed: dict[str, float], at_loss: dict[str, float] | None = None) -> Terms:
     """The model's activations beside a system's own state."""
     base = setting.terms_of(Division(partition_size=setting.partition_size))
-    moments = {
-        "at_loss": base.at_loss | fixed | (at_loss or {}),
-        "in_block": base.in_block | fixed,
-        "between_blocks": base.between_blocks | fixed,
-        "computed_again": base.computed_again | fixed,
-    }
+    moments = [each | fixed for each in (base.in_block, base.between_blocks, base.computed_again)]
+    loss = base.at_loss | fixed | (at_loss or {})
     if setting.accumulation == 1:
         # Gradients come as activations go: the sum is largest at one of both ends.
-        for terms in moments.values():
+        for terms in moments:
             terms["gradients"] = max(0.0, terms["gradients"] - terms["activations"])
-        moments["at_loss"]["gradients"] = 0.0
-    return replace(base, **moments)
+        loss["gradients"] = 0.0
+    in_block, between, again = moments
+    return replace(base, at_loss=loss, in_block=in_block, between_blocks=between, computed_again=again)

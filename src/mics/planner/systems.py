@@ -13,6 +13,7 @@ from mics.cost.setting import Setting
 from mics.planner.issuing import Issuer, Style
 from mics.planner.peer_memory import fsdp_terms, zero2_terms, zero3_terms
 from mics.planner.simulate import LINKS, Program, Task, play
+from mics.planner.step_costs import StepCosts
 from mics.utils.intervals import Interval, subtract, total, union
 
 _TENSORS_OF_A_BLOCK: Final = 4  # large ones, gathered one by one before they were batched
@@ -232,6 +233,13 @@ def predict_quickly(setting: Setting, system: str = "mics") -> Prediction:
     one, two = (found.measured for found in shorter)
     measured = one.plus(share, two.plus(-1, one))
     return replace(shorter[1], setting=SYSTEMS[system].adapt(setting), measured=measured)
+
+
+def compute_floor(setting: Setting) -> float:
+    """Seconds that the units of a step compute: no system takes less."""
+    costs = StepCosts(setting)
+    each = (costs.forward_seconds(unit) + costs.backward_seconds(unit) for unit in setting.model.units)
+    return setting.accumulation * sum(each)
 
 
 def _measure(tasks: Sequence[Task], began: float, ended: float) -> _Measured:

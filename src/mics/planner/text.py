@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mics.planner.answer import Answer, Money
+from mics.planner.peers import HEADS, TITLE, peer_cells
+from mics.planner.peers import KEY as PEER_KEY
 from mics.planner.search import Choice
 from mics.planner.simulate import LINKS
 from mics.planner.sweep import KEY as SWEEP_KEY
@@ -29,7 +31,6 @@ from mics.utils.numbers import (
     plural,
     seconds,
     tflops,
-    times,
     tokens,
     whole,
 )
@@ -223,7 +224,7 @@ def neighbours(found: Answer) -> list[str]:
                 f"{by_size[other].limited_by}."
             )
         else:
-            needed = memory(found.found.too_large[other])
+            needed = found.found.too_large[other]
             lines.append(f"The next {word} partition size, {other}, does not fit: it needs {needed} per GPU.")
     return lines
 
@@ -233,14 +234,20 @@ def _after(every: list[int], place: int) -> int | None:
 
 
 def _systems(found: Answer, console: Console) -> None:
-    best = found.peers["mics"].step_seconds
-    parts = [
-        f"{name} {seconds(each.step_seconds)} ({times(each.step_seconds / best)})"
-        for name, each in found.peers.items()
-    ]
-    console.print(
-        f"\nThe same setting in other systems, seconds per step: {', '.join(parts)}", highlight=False
-    )
+    """Only where they were asked for."""
+    if not found.peers:
+        return
+    table = Table(title=TITLE, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in HEADS:
+        left = head in ("system", "best setting")
+        table.add_column(
+            head.replace("same ", "same\n"), justify="left" if left else "right", no_wrap=not left
+        )
+    for row in peer_cells(found):
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    console.print(PEER_KEY, highlight=False, style="dim")
 
 
 def _money(found: Answer, console: Console) -> None:
