@@ -6,9 +6,9 @@ For ``P`` parameters over a group of ``p`` ranks, in bytes before activations an
     ZeRO-3        parameters 2P/p, gradients 4P/p, masters 4P/p, Adam 8P/p
     ZeRO-2        parameters 2P,   gradients 4P/p, masters 4P/p, Adam 8P/p
 
-DeepSpeed is taken with buckets of one unit and two units gathered at most, as `mics bench` sets it: its
-defaults take more. Activations and what the backward works in are those of `mics.cost.memory`: the model is
-the same.
+DeepSpeed gathers what each module itself holds, so its units are matrices, not blocks. Its buckets are taken
+to be one of them and two are gathered at most: its defaults take more. Activations and what the backward
+works in are those of `mics.cost.memory`: the model is the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final
 from mics.cost.memory import ADAM_NBYTES, Division, Terms
 from mics.cost.setting import Setting
 
+_PARTS: Final = 3  # of a block: its attention, and both matrices of its MLP
 _PARAM: Final = 2  # bytes
 _WIDE: Final = 4
 
@@ -52,6 +53,7 @@ def fsdp_terms(setting: Setting) -> Terms:
 
 def zero3_terms(setting: Setting) -> Terms:
     """DeepSpeed's ZeRO-3 over the partition group: the world, or for MiCS a part of it."""
+    setting = _by_matrices(setting)
     p, total = setting.partition_size, setting.model.num_parameters
     live = min(total, 2 * setting.model.largest_numel)  # the one at work, and the next
     return _with(
@@ -69,6 +71,7 @@ def zero3_terms(setting: Setting) -> Terms:
 
 def zero2_terms(setting: Setting) -> Terms:
     """DeepSpeed's ZeRO-2 over the world."""
+    setting = _by_matrices(setting)
     p, total = setting.partition_size, setting.model.num_parameters
     return _with(
         setting,
@@ -81,6 +84,10 @@ def zero2_terms(setting: Setting) -> Terms:
             "reduce buffers": _buckets(setting),
         },
     )
+
+
+def _by_matrices(setting: Setting) -> Setting:
+    return setting if setting.model.parts > 1 else replace(setting, model=setting.model.split(_PARTS))
 
 
 def _buckets(setting: Setting) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from mics.errors import SettingsError
 from mics.planner.answer import Answer, as_dict
 from mics.planner.search import Choice
-from mics.utils.numbers import days, dollars, listed, percent, plural, times, whole
+from mics.utils.numbers import count, days, dollars, listed, percent, plural, times, whole
 
 _AS_CHEAP: Final = 0.05
 
@@ -143,6 +143,26 @@ def cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
             line.append("" if money.dollars is None else dollars(money.dollars))
         lines.append(line)
     return heads, lines
+
+
+def curves_of(sweep: Sweep) -> dict[str, list[tuple[float, str]]]:
+    """By heading, a value and its words for each number of nodes that is possible.
+
+    Time and cost where they are known, speed otherwise.
+    """
+    bills = [found.money for _, found in sweep.possible]
+    best = [found.best.prediction for _, found in sweep.possible]
+    hours = [bill.hours for bill in bills if bill is not None and bill.hours is not None]
+    prices = [bill.dollars for bill in bills if bill is not None and bill.dollars is not None]
+    if len(hours) == len(bills):
+        curves = {"days of training": [(spent, days(3600 * spent)) for spent in hours]}
+    else:
+        speeds = [each.tokens_per_second for each in best]
+        curves = {"tokens/s": [(speed, count(round(speed))) for speed in speeds]}
+    if len(prices) == len(bills):
+        return curves | {"dollars": [(price, dollars(price)) for price in prices]}
+    speeds = [each.tokens_per_second_per_gpu for each in best]
+    return curves | {"tokens/s per GPU": [(speed, whole(speed)) for speed in speeds]}
 
 
 def sweep_as_dict(sweep: Sweep) -> dict[str, Any]:

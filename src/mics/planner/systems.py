@@ -132,6 +132,7 @@ _FSDP: Final = Style(hides_boundary=True, copies=True, blocking_copies=True)
 _LATE: Final = Style(copies=True)
 _ZERO3: Final = replace(_LATE, blocking_copies=True)
 _ZERO2: Final = Style(copies=True, blocking_copies=True, keeps_parameters=True, buckets=True)
+_ZERO2_LATE: Final = replace(_ZERO2, overlaps=False)
 _ONE_BY_ONE: Final = Style(
     overlaps=False,
     copies=True,
@@ -186,6 +187,15 @@ _ALL: Final = (
         name="zero2",
         about="DeepSpeed's ZeRO-2: parameters whole, gradients reduced in every micro-step",
         style=_ZERO2,
+        terms=zero2_terms,
+        over_the_world=True,
+        flat=True,
+        prefetch=1,
+    ),
+    SimulatedSystem(
+        name="zero2-before",
+        about="DeepSpeed's ZeRO-2 of 2021: without overlap_comm, which was not its default",
+        style=_ZERO2_LATE,
         terms=zero2_terms,
         over_the_world=True,
         flat=True,
