@@ -452,7 +452,7 @@ def test_shard_asks_for_the_smallest_group(memory_gib: float, expected: int) -> 
     """On GPUs; the device is imagined here, and so is its memory."""
     with torch.device("meta"):
         model = GPT(replace(CONFIG, num_layers=12, hidden_size=1024, vocab_size=32000))
-    world: Any = SimpleNamespace(size=8, rank=0)
+    world: Any = SimpleNamespace(size=8, rank=0, imagined=None)
     with (
         patch("mics.choices.device_of", return_value=torch.device("cuda", 0)),
         patch("mics.choices.cluster_for", return_value=planned_cluster("p4d.24xlarge:1")),
