@@ -1,8 +1,8 @@
-"""What the planner predicts against what was measured and published: `python benchmarks/planner_accuracy.py`.
+"""What the planner predicts against what was measured and published: `python -m benchmarks.planner_accuracy`.
 
-Three tables: step times that `mics bench` measured on one H200 as rank 0 of an emulated cluster, peak memory
-from the same GPU, and the results that the authors of MiCS published. Published TFLOP/s count what is
-computed again in the backward; the last column leaves it out.
+Four tables: step times that `mics bench` measured on one H200 as rank 0 of an emulated cluster, peak memory
+of mics and of other systems on the same GPU, and the results that the authors of MiCS published. Published
+TFLOP/s count what is recomputed in the backward.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.published.planned import MOST_OF_ZERO, most_over_zero, plan_row
+from benchmarks.published.rows import ROWS
+
 from mics.bench.models import BENCH_MODELS
 from mics.cost.clusters import find_cluster
 from mics.cost.memory import Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import ModelShape, named_shape, shape_of_config
-from mics.planner.hardware import planned_cluster
-from mics.planner.systems import Prediction, predict
+from mics.planner.systems import SYSTEMS, predict
 
 ORDINARY = Path(__file__).parent / "clusters" / "ordinary.yaml"
 CHECKPOINTED = Keeping(checkpoint=True)
@@ -54,33 +56,6 @@ MEASURED = (
 )
 
 
-@dataclass(frozen=True)
-class Published:
-    """A result of the seeds. Micro-batches and sequence lengths that they do not give are chosen here."""
-
-    what: str
-    model: str
-    cluster: str
-    partition_size: int
-    micro_batch: int
-    accumulation: int
-    system: str
-    tflops: float
-    seq_len: int | None = None
-
-
-PUBLISHED = (
-    Published("RoBERTa-10B, ZeRO-3 before", "bert-10b", "p4d.24xlarge:8", 64, 16, 1, "zero3-before", 73),
-    Published("RoBERTa-10B, ZeRO-3 after", "bert-10b", "p4d.24xlarge:8", 64, 16, 1, "zero3", 123),
-    Published("RoBERTa-50B, ZeRO-3 before", "bert-50b", "p4d.24xlarge:8", 64, 8, 1, "zero3-before", 89),
-    Published("RoBERTa-50B, ZeRO-3 after", "bert-50b", "p4d.24xlarge:8", 64, 8, 1, "zero3", 154),
-    Published("100B on 512, MiCS", "gpt-100b", "p4d.24xlarge:64", 128, 4, 4, "mics-published", 170, 1024),
-    Published("100B on 512, ZeRO-3", "gpt-100b", "p4d.24xlarge:64", 512, 4, 4, "zero3-before", 62, 1024),
-    Published("175B on 128, MiCS", "gpt-175b", "p4de.24xlarge:16", 128, 8, 4, "mics-published", 169),
-    Published("1.06T on 512, MiCS", "gpt-1t", "p4de.24xlarge:64", 512, 8, 1, "mics-published", 176),
-)
-
-
 def main() -> None:
     """Print the tables."""
     model = shape_of_config("gpt-3.6b", BENCH_MODELS["gpt-3.6b"].config)
@@ -103,6 +78,8 @@ def main() -> None:
         )
     print()
     _memory(model)
+    print()
+    _peers_memory(model)
     print()
     _published()
 
@@ -147,57 +124,47 @@ def _memory(model: ModelShape) -> None:
 
 
 def _published() -> None:
-    print("| published | TFLOP/s | predicted | error | predicted without recomputation |")
+    """Ranges over what the documents leave open: `benchmarks/published/rows.py` says when one is right."""
+    print("| published | value | predicted | error | points that fit |")
     print("|---|---:|---:|---:|---:|")
-    found = {row.what: _predict(row) for row in PUBLISHED}
-    for row in PUBLISHED:
-        ours = found[row.what]
-        print(
-            f"| {row.what} | {row.tflops:.0f} | {ours.hardware_tflops:.0f} | "
-            f"{_error(ours.hardware_tflops, row.tflops)} | {ours.tflops:.0f} |"
-        )
-    for name, what, percent in (("MiCS", "100B on 512, MiCS", 99.4), ("ZeRO-3", "100B on 512, ZeRO-3", 72.0)):
-        row = next(row for row in PUBLISHED if row.what == what)
-        smaller = Published(
-            row.what,
-            row.model,
-            "p4d.24xlarge:16",
-            128,
-            row.micro_batch,
-            row.accumulation,
-            row.system,
-            0,
-            row.seq_len,
-        )
-        share = 100 * found[what].hardware_tflops / _predict(smaller).hardware_tflops
-        print(
-            f"| weak scaling 128 to 512, {name}, % | {percent} | {share:.1f} | {_error(share, percent)} | |"
-        )
-    ratios = {}
-    for model, size in (("bert-10b", 8), ("bert-15b", 16), ("bert-20b", 16), ("bert-50b", 64)):
-        ours, theirs = (
-            _predict(Published("", model, "p3dn.24xlarge:16", p, 8, 4, system, 0)).step_seconds
-            for p, system in ((size, "mics-published"), (128, "zero3-before"))
-        )
-        ratios[model] = theirs / ours
-    best = max(ratios.values())
-    each = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    print(f"| MiCS over ZeRO-3 on p3dn, at most ({each}) | 2.82 | {best:.2f} | {_error(best, 2.82)} | |")
+    for row in ROWS:
+        found = plan_row(row)
+        value = f"{'up to ' if row.at_most else ''}{row.published:g}"
+        points = f"{len(found.values)} of {len(found.values) + len(found.too_large)}"
+        error = "" if row.at_most else f"{100 * found.error:+.1f}%"
+        print(f"| {row.what}: {row.measure} | {value} | {found} | {error} | {points} |")
+    print(f"| BERT on 128 V100s: the most of these ratios | {MOST_OF_ZERO:g} | {most_over_zero()} | | |")
 
 
-def _predict(row: Published) -> Prediction:
-    setting = Setting(
-        model=named_shape(row.model, seq_len=row.seq_len),
-        cluster=planned_cluster(row.cluster),
-        partition_size=row.partition_size,
-        micro_batch=row.micro_batch,
-        accumulation=row.accumulation,
-        activations=CHECKPOINTED,
-        wire_nbytes=2,
-        over_replicas=False,
-        fused=False,
-    )
-    return predict(setting, row.system)
+def _peers_memory(model: ModelShape) -> None:
+    """Peaks of benchmarks/results/peers_h200_2026-11-15.md and offload_h200_2026-11-16.md."""
+    larger = named_shape("gpt-20b")
+    offloaded = Keeping(checkpoint=True, offload=True)
+    print("| system | model | ranks | p | rows | activations | measured peak GiB | predicted GiB | error |")
+    print("|---|---|---:|---:|---:|---|---:|---:|---:|")
+    for system, shape, nodes, size, rows, accumulation, activations, measured in (
+        ("fsdp2", model, 1, 8, 4, 2, CHECKPOINTED, 13.0),
+        ("hsdp", model, 8, 8, 4, 2, CHECKPOINTED, 13.0),
+        ("fsdp2", model, 2, 16, 4, 2, CHECKPOINTED, 9.6),
+        ("fsdp2", model, 4, 32, 4, 2, CHECKPOINTED, 7.9),
+        ("zero3", model, 1, 8, 4, 2, CHECKPOINTED, 14.9),
+        ("fsdp2", larger, 1, 8, 4, 1, offloaded, 45.8),
+        ("fsdp2", larger, 1, 8, 40, 1, offloaded, 77.6),
+        ("hsdp", larger, 8, 8, 4, 1, offloaded, 45.8),
+    ):
+        setting = Setting(
+            model=shape,
+            cluster=find_cluster(f"{ORDINARY}:{nodes}"),
+            partition_size=size,
+            micro_batch=rows,
+            accumulation=accumulation,
+            activations=activations,
+        )
+        found = SYSTEMS[system].need(setting).peak / 2**30
+        print(
+            f"| {system} | {shape.name} | {8 * nodes} | {size} | {rows} | {activations} | {measured:.1f} | "
+            f"{found:.1f} | {_error(found, measured)} |"
+        )
 
 
 def _error(found: float, expected: float) -> str:

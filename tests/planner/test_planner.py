@@ -14,11 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from benchmarks import planner_accuracy
+from benchmarks.published.planned import plan_row
+from benchmarks.published.rows import ROWS, Row
 from torch import nn
 
 import mics
 from mics.choices import choose_partition_size
 from mics.cli import main
+from mics.cost import constants
 from mics.cost.clusters import find_cluster
 from mics.cost.memory import Division, Keeping, memory_terms
 from mics.cost.modules import find_model, shape_of_module
@@ -61,7 +64,7 @@ def test_it_imports_neither_the_engine_nor_process_groups() -> None:
 
 
 @pytest.mark.parametrize("row", planner_accuracy.MEASURED, ids=str)
-def test_measured_steps_are_predicted_within_7_percent(row: planner_accuracy.Measured) -> None:
+def test_measured_steps_are_predicted_within_5_percent(row: planner_accuracy.Measured) -> None:
     from mics.bench.models import BENCH_MODELS
     from mics.cost.clusters import find_cluster
 
@@ -74,12 +77,25 @@ def test_measured_steps_are_predicted_within_7_percent(row: planner_accuracy.Mea
         activations=planner_accuracy.CHECKPOINTED,
         wire_nbytes=row.wire_nbytes,
     )
-    assert predict(setting, row.system).step_seconds * 1e3 == pytest.approx(row.step_ms, rel=0.07)
+    assert predict(setting, row.system).step_seconds * 1e3 == pytest.approx(row.step_ms, rel=0.05)
 
 
-@pytest.mark.parametrize("row", planner_accuracy.PUBLISHED, ids=lambda row: row.what)
-def test_published_results_are_predicted_within_10_percent(row: planner_accuracy.Published) -> None:
-    assert planner_accuracy._predict(row).hardware_tflops == pytest.approx(row.tflops, rel=0.1)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+def test_published_results_are_predicted_within_10_percent(row: Row) -> None:
+    """Of a range over what the document leaves open. A peer that has no room has no ratio."""
+    found = plan_row(row)
+    if row.key in ("bert-15b/zero2", "bert-20b/zero2", "bert-50b/zero2"):
+        assert not found.values and found.too_large
+    else:
+        assert found.is_right, (found.low, found.high)
+
+
+def test_five_constants_are_fitted_and_they_stand_in_one_file() -> None:
+    names = [name for name, value in vars(constants).items() if isinstance(value, float)]
+    assert len(names) <= 5
+    for package in (constants.__file__, planner_file):
+        for file in Path(package).parent.glob("*.py"):
+            assert file.name == "constants.py" or "itted" not in file.read_text(), file
 
 
 def _report(config: GPTConfig, partition_size: int) -> dict[str, tuple[int | None, int | None]]:
@@ -245,7 +261,8 @@ def test_the_smallest_cluster_that_would_do() -> None:
             cluster=planned_cluster(f"p4d.24xlarge:{nodes}"),
             global_batch=8 * nodes,
         )
-        assert smallest_cluster(request) == 12
+        larger = smallest_cluster(request)
+        assert larger is not None and larger.cluster.num_nodes == 12
 
 
 def test_narrow_matrices_count_by_their_work() -> None:
@@ -356,7 +373,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     per_gpu = found["choices"][0]["tokens_per_second_per_gpu"]
     assert 32 * per_gpu == pytest.approx(found["choices"][0]["tokens_per_second"])
     assert (found["global_batch"], found["global_batch_tokens"]) == (128, 128 * 2048)
-    assert {"mics", "hsdp", "fsdp2"} == set(found["weak_scaling"])
+    assert {"mics", "hsdp", "fsdp2", "zero3"} <= set(found["weak_scaling"])
     text = page.read_text()
     assert text.count("<svg") == 4
     assert "http-equiv" not in text
@@ -375,7 +392,7 @@ def test_the_page_says_once_what_all_choices_share(tmp_path: Path) -> None:
         assert main([*request, "--html", str(file)]) == 0
     text = file.read_text()
     heads = re.findall(r"<th[^>]*>([^<]*)</th>", text)
-    assert heads == ["partition size", "replicas", "GiB"]
+    assert heads[:3] == ["partition size", "replicas", "GiB"] and heads[3] == "system"
     assert re.search(r"The same for all of them: 8 sequences per GPU and micro-step, .* s per step", text)
     assert "the smallest partition size is first" in text
     assert "activations to host memory and back" in words
@@ -393,14 +410,28 @@ def test_the_page_says_once_what_all_choices_share(tmp_path: Path) -> None:
             ["--global-batch-tokens", "1M"],
             "expected one of them, found both .32 sequences and 1 M tokens.; leave",
         ),
-        (["--nodes", "0"], "--nodes: expected a number above 0"),
+        (["--nodes", "0"], "--nodes: expected a number from 1 to 131,072, found 0"),
         (["--nodes", "3"], "32 sequences cannot be divided over 24 GPUs"),
         (["--global-batch", "-1"], "--global-batch: expected a number above 0"),
-        (["--seq", "0"], "--seq: expected a number above 0"),
+        (["--seq", "0"], "--seq: expected a number from 1 "),
+        (["--global-batch", str(10**18)], "--global-batch: expected at most 4,882,812 sequences of 2,048"),
+        (["--cluster", "p4d.24xlarge:999999999"], "expected at most 131,072 nodes, found 999,999,999"),
+        *(
+            ([f"--{name}", value], f"--{name}: expected a number from ")
+            for name in ("memory-gib", "node-mtbf-hours", "checkpoint-seconds", "restart-seconds")
+            for value in ("nan", "inf", "-1", "1e30")
+        ),
+        (["--node-mtbf-hours", "1e-9"], "--node-mtbf-hours: expected a number from 0.01 to .* found 1e-09"),
+        (["--memory-gib", "0"], "--memory-gib: expected a number from 0.001"),
+        (["--nodes", "99999999"], "--nodes: expected a number from 1 to 131,072, found 99,999,999"),
+        *(
+            (["--tokens", "1B", "--price", value], "--price: expected a number from ")
+            for value in ("nan", "inf", "-1", "1e30")
+        ),
+        (["--tokens", "1e30"], "--tokens: expected a number from 1 to"),
         (["--price", "3"], "--price: expected --tokens"),
         (["--model", "gpt-1t"], "does not fit on 2 x p4d.24xlarge.* nodes of p4d.24xlarge would do"),
         (["--html", "/no/such/folder/x.html"], "--html"),
-        (["--memory-gib", "inf"], "--memory-gib: expected a number above 0"),
         (["--model", f"{__name__}:needs_arguments"], "function without arguments"),
         (["--model", ":x"], "expected module:function"),
         (["--seq", "100000000"], "are logits or workspace: shorten --seq"),

@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from mics.cost.clusters import Cluster
+from mics.cost.constants import MATRIX_EFFICIENCY, MATRIX_EFFICIENCY_2022
 from mics.cost.shapes import UnitShape
 
-MATRIX_EFFICIENCY: Final = 0.72
-"""Fitted: share of the data sheet's peak that wide matrices reach today."""
-MATRIX_EFFICIENCY_2021: Final = 0.62
-"""Fitted: the same with the libraries of the seeds."""
 HALF_SPEED_WIDTH: Final = 128.0
-"""A tile of a matrix kernel: narrower matrices leave part of it empty."""
-# Attention that is not fused: written, scaled, masked, soft-maxed, dropped out, and read for the values.
+"""A tile of a matrix kernel (128 x 128 in cuBLAS): narrower matrices leave part of it empty."""
+# Attention that is not fused: scores are written by the product, read and written by scaling, masking,
+# soft-max (which reads them twice more, for maximum and sum) and dropout, and read for the values: 12.
 _SCORE_PASSES: Final = 12.0
 _ITEMSIZE: Final = 2
-_UNFUSED_PASSES: Final = 2.0  # norms, GELU and residuals of 2021: a kernel for every operation
+_UNFUSED_PASSES: Final = 2.0  # norms, GELU and residuals: what one kernel writes the next one reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,7 @@ class Device:
     peak_flops: float
     memory_bandwidth: float
     fused: bool = True
-    """Attention and other chains of operations in one kernel each, as today; False: as in 2021."""
+    """Attention and other chains of operations in one kernel each, as today; False: as in 2022."""
 
     @classmethod
     def of(cls, cluster: Cluster, *, fused: bool = True) -> Device:
@@ -38,7 +36,7 @@ class Device:
     def forward_seconds(self, unit: UnitShape, tokens: float) -> float:
         """Of one unit."""
         width = unit.width or 1
-        efficiency = MATRIX_EFFICIENCY if self.fused else MATRIX_EFFICIENCY_2021
+        efficiency = MATRIX_EFFICIENCY if self.fused else MATRIX_EFFICIENCY_2022
         speed = self.peak_flops * efficiency * width / (width + HALF_SPEED_WIDTH)
         matrices = unit.matrix_flops / speed if unit.matrix_flops else 0.0
         attention = unit.attention_flops / speed

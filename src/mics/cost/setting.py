@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 from mics.cost.auto import two_stages_pay
@@ -16,6 +16,7 @@ from mics.cost.memory import Division, Keeping, Terms, memory_terms
 from mics.cost.shapes import ModelShape, UnitShape
 
 _PARAM: Final = 2  # bytes
+_SCORE_SAVED: Final = 5  # bytes of a score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Setting:
     hierarchical: bool = True
     """Gather in two stages where that pays, as the engine does."""
     fused: bool = True
-    """Kernels of today; False: of 2021."""
+    """Kernels of today; False: of 2022, which also save the scores of attention."""
 
     @property
     def num_replicas(self) -> int:
@@ -144,16 +145,34 @@ class Setting:
         )
 
     def memory(self) -> Terms:
-        return self._memory(self.division)
+        return self.terms_of(self.division)
 
     def need(self) -> Terms:
         """The same without units that stay: they take what is left."""
-        return self._memory(self._division)
+        return self.terms_of(self._division)
 
-    def _memory(self, division: Division) -> Terms:
+    def terms_of(self, division: Division) -> Terms:
+        """Memory of this model and these activations, divided in a way that may be another system's."""
         return memory_terms(
-            self.model, division, self.activations, self.tokens, accumulates=self.accumulation > 1
+            self.model if self.fused else _with_scores(self.model),
+            division,
+            self.activations,
+            self.tokens,
+            accumulates=self.accumulation > 1,
         )
+
+
+@lru_cache(maxsize=64)
+def _with_scores(model: ModelShape) -> ModelShape:
+    """With what blocks save where attention is not fused: soft-max and dropout of the scores, and its mask.
+
+    The 5 a s of Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
+    """
+    units = [
+        replace(unit, saved_numel=unit.saved_numel + _SCORE_SAVED * unit.score_numel // _PARAM)
+        for unit in model.units
+    ]
+    return replace(model, units=tuple(units))
 
 
 def span_of_group(cluster: Cluster, size: int) -> Span:

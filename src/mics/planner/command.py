@@ -14,23 +14,38 @@ import tyro
 from rich.console import Console
 
 from mics.cost.clusters import PRESETS, Cluster
+from mics.cost.constants import Kernels
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
 from mics.errors import SettingsError
 from mics.planner.answer import Answer, answer, as_dict, complete, num_stages
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
-from mics.planner.search import Request, divided_batch, search
+from mics.planner.search import MAX_NODES, Request, divided_batch, nearest, search
 from mics.planner.sweep import Size, Sweep, sweep_as_dict
 from mics.planner.text import show, show_sweep
 from mics.utils.command_line import parse
 from mics.utils.extras import require
 from mics.utils.global_batch import AskedBatch, GlobalBatch
-from mics.utils.numbers import TokenCount, in_gib, memory
+from mics.utils.numbers import TokenCount, count
 from mics.utils.progress import long_work
 
 _MODELS = f"{', '.join(NAMES)}; a Hugging Face config.json; or module:function that builds an nn.Module"
 _CLUSTERS = f"NAME:NODES or FILE.yaml:NODES (NAME alone with --nodes); names: {', '.join(PRESETS)}"
+
+
+_MAX_BATCH_TOKENS = 10**10
+_BOUNDS = {
+    "nodes": (1, MAX_NODES),
+    "seq": (1, 10**9),
+    "memory-gib": (0.001, 10**5),
+    "price": (0, 10**6),
+    "tokens": (1, 10**18),
+    "node-mtbf-hours": (0.01, 10**9),
+    "checkpoint-seconds": (0, 10**6),
+    "restart-seconds": (0, 10**7),
+}
+"""By option: what is possible. Beyond, a figure would be of no use, and is likely a slip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +68,8 @@ class PlanConfig:
     """Tokens per sequence; unset: the model's usual length."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients in communication."""
+    kernels: Kernels = "current"
+    """Whose kernels compute. 2022: unfused attention and slower matrices, as in the published results."""
     memory_gib: float | None = None
     """Memory per GPU in GiB; unset: the cluster's."""
     price: float | None = None
@@ -72,21 +89,14 @@ class PlanConfig:
 
     def check(self) -> None:
         """Raise if a number makes no sense."""
-        for name, value in (
-            ("seq", self.seq),
-            ("memory-gib", self.memory_gib),
-            ("node-mtbf-hours", self.node_mtbf_hours),
-            *(("nodes", number) for number in self.nodes),
-        ):
-            if value is not None and not 0 < value < math.inf:
-                raise SettingsError(f"--{name}: expected a number above 0, found {value}")
-        for name, value in (
-            ("price", self.price),
-            ("checkpoint-seconds", self.checkpoint_seconds),
-            ("restart-seconds", self.restart_seconds),
-        ):
-            if value is not None and not 0 <= value < math.inf:
-                raise SettingsError(f"--{name}: expected a number from 0, found {value}")
+        given = [(name, getattr(self, name.replace("-", "_"))) for name in _BOUNDS if name != "nodes"]
+        for name, value in (*given, *(("nodes", number) for number in self.nodes)):
+            low, high = _BOUNDS[name]
+            if value is not None and not low <= value <= high:
+                raise SettingsError(
+                    f"--{name}: expected a number from {low:,} to {high:,}, found {value:,}; "
+                    f"{'give whole nodes' if name == 'nodes' else 'check its unit'}"
+                )
         if self.price is not None and self.tokens is None:
             raise SettingsError(
                 "--price: expected --tokens beside it, found none; add what is to be trained on, such as "
@@ -121,12 +131,32 @@ def plan(args: Sequence[str]) -> int:
         if config.html is not None:
             require("plot", "--html")
         model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
+        _check_sizes(config, model, cluster)
         if config.nodes:
             return _publish(_sweep(config, model, cluster), config)
         return _publish(_answer(config, model, cluster), config)
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 2
+
+
+def _check_sizes(config: PlanConfig, model: ModelShape, cluster: Cluster) -> None:
+    """Raise if the cluster or the batch is larger than anybody's."""
+    if cluster.num_nodes > MAX_NODES:
+        raise SettingsError(
+            f"--cluster {config.cluster!r}: expected at most {MAX_NODES:,} nodes, found {cluster.num_nodes:,}"
+        )
+    most = _MAX_BATCH_TOKENS // model.seq_len
+    if config.global_batch is not None and config.global_batch > most:
+        raise SettingsError(
+            f"--global-batch: expected at most {most:,} sequences of {model.seq_len:,} "
+            f"({count(_MAX_BATCH_TOKENS)} tokens per step), found {config.global_batch:,}; check its unit"
+        )
+    if config.global_batch_tokens is not None and config.global_batch_tokens > _MAX_BATCH_TOKENS:
+        raise SettingsError(
+            f"--global-batch-tokens: expected at most {count(_MAX_BATCH_TOKENS)} tokens per step, found "
+            f"{config.global_batch_tokens:,}; check its unit"
+        )
 
 
 def _request(
@@ -140,6 +170,7 @@ def _request(
         asked_tokens=batch.asked_tokens,
         wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
         memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
+        kernels=config.kernels,
     )
 
 
@@ -162,7 +193,7 @@ def _sweep(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Sweep:
     """Every number of nodes, in order; one that is not possible keeps its reason."""
     clusters = [replace(cluster, num_nodes=nodes) for nodes in sorted(set(config.nodes))]
     common = _common_batch(config, model, cluster)
-    stages = sum(num_stages(here, curves=config.json) for here in clusters)
+    stages = sum(num_stages(here, curves=config.json, peers=config.json) for here in clusters)
     with long_work("plan", stages, unit="stages") as work:
         return Sweep(sizes=tuple(_size(config, model, here, common, work.advance) for here in clusters))
 
@@ -182,14 +213,14 @@ def _size(
         asked = "the batch" if config.global_batch is None else f"{config.global_batch:,} sequences"
         return replace(size, problem=f"{asked} cannot be divided over {cluster.world_size:,} GPUs")
     if not found.choices:
-        needed = in_gib(min(found.too_large.values()))
-        return replace(size, problem=f"does not fit: {needed} of {memory(found.request.limit)}")
+        return replace(size, problem=f"does not fit: {nearest(found.too_large.values())}")
     filled = complete(
         found,
         faults=config.faults,
         tokens=config.tokens,
         price=config.price,
         curves=config.json,
+        peers=config.json,
         advance=advance,
     )
     return replace(size, answer=filled)

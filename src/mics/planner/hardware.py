@@ -7,12 +7,9 @@ from difflib import get_close_matches
 from typing import Final
 
 from mics.cost.clusters import PRESETS, Cluster, find_cluster
+from mics.cost.constants import NETWORK_EFFICIENCY, NETWORK_LATENCY
 from mics.errors import SettingsError
 
-NETWORK_EFFICIENCY: Final = 0.85
-"""Fitted: share of the data sheet's bandwidth that collectives over EFA get."""
-NETWORK_LATENCY: Final = 30e-6
-"""Fitted: seconds of one hop over EFA."""
 _OVER_EFA: Final = ("p3dn.24xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
 
 

@@ -1,4 +1,4 @@
-"""Inputs of blocks go to host memory and come back, beside the computation: as `offload.py` orders it."""
+"""Inputs of blocks go to host memory and come back: beside the computation, or in its way as elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mics.planner.step_costs import StepCosts
 
 
 class HostCopies:
-    """Issues the copies of one setting; none where nothing is offloaded or the host's speed is not known."""
+    """Issues the copies of one setting, as `offload.py` orders them.
+
+    None where nothing is offloaded or the host's speed is not known.
+    """
 
     def __init__(self, program: Program, units: Sequence[UnitShape], costs: StepCosts) -> None:
         self._program = program
@@ -55,3 +58,19 @@ class HostCopies:
                     "from host", self._away[wanted].name, self._seconds[wanted], [before, self._away[wanted]]
                 )
         return [self._back[block]] if block in self._back else []
+
+
+class BlockingCopies(HostCopies):
+    """As `torch.autograd.graph.save_on_cpu` copies: both ways on the stream that computes, no prefetch."""
+
+    def forward(self, index: int, before: Task | None) -> list[Task]:
+        return self._copy("to host", index, self._first.get(index), before)
+
+    def backward(self, index: int, before: Task | None) -> list[Task]:
+        return self._copy("from host", index, self._last.get(index), before)
+
+    def _copy(self, link: str, index: int, block: int | None, before: Task | None) -> list[Task]:
+        if block is None or not self._seconds[block]:
+            return []
+        name = f"input of {self._units[index].name}"
+        return [self._program.copy(link, name, self._seconds[block], [before])]

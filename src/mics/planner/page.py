@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 
 from mics.planner.answer import Answer
 from mics.planner.page_pictures import draw_memory, draw_nodes, draw_step
+from mics.planner.peers import HEADS, TITLE, peer_cells
+from mics.planner.peers import KEY as PEER_KEY
 from mics.planner.search import Choice
 from mics.planner.sweep import KEY as SWEEP_KEY
 from mics.planner.sweep import Sweep, advice_on_nodes, batches_of, cells
@@ -31,7 +33,12 @@ _SVG_STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "mics",
 }
-_SYSTEMS: Final = {"hsdp": "HSDP", "fsdp2": "FSDP2 over all GPUs"}
+_SYSTEMS: Final = {
+    "hsdp": "HSDP",
+    "fsdp2": "FSDP2 over all GPUs",
+    "deepspeed-zero3": "ZeRO-3",
+    "deepspeed-zero2": "ZeRO-2",
+}
 
 _PAGE: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">
@@ -131,6 +138,18 @@ def _plan(found: Answer) -> list[str]:
         "<h2>Choices: the best setting of each partition size</h2>",
         *_choices(found),
         *map(_paragraph, neighbours(found)),
+        *_systems(found),
+    ]
+
+
+def _systems(found: Answer) -> list[str]:
+    """Other systems, each at its best; nothing where they were not looked for."""
+    if not found.peers:
+        return []
+    return [
+        f"<h2>{_sentence(TITLE)[:-1]}</h2>",
+        _html_table(HEADS, peer_cells(found), best=0, left="best setting"),
+        _paragraph(_sentence(f"{SWEEP_KEY.partition(': ')[2]}; {PEER_KEY}"), small=True),
     ]
 
 
@@ -159,7 +178,8 @@ def _draw(fill: Callable[[Axes], None], *, height: float) -> str:
 
 
 def _curves(axes: Axes, curves: Curves) -> None:
-    draw_curves(axes, curves, theme=LIGHT, words=_SYSTEMS)
+    named = {f"deepspeed-{name}" if name.startswith("zero") else name: curves[name] for name in curves}
+    draw_curves(axes, named, theme=LIGHT, words=_SYSTEMS)
     axes.set_ylabel("model TFLOP/s per GPU")
 
 

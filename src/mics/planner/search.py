@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final
+from typing import Final, Literal
 
 from mics.cost.clusters import Cluster
+from mics.cost.constants import Kernels
 from mics.cost.memory import USABLE, Keeping, Terms
 from mics.cost.setting import Setting, partition_sizes
 from mics.cost.shapes import ModelShape
-from mics.planner.systems import Prediction, predict, predict_quickly
+from mics.planner.systems import SYSTEMS, Prediction, compute_floor, predict, predict_quickly
 from mics.utils.global_batch import AskedBatch, GlobalBatch
+from mics.utils.numbers import GIB
 
 _POLICIES: Final = (
     Keeping(checkpoint=False),
@@ -22,9 +25,11 @@ _POLICIES: Final = (
 _SPLITS: Final = (1, 3)
 """Units of a block: one, or its attention and both matrices of its MLP."""
 _NARROW: Final = 2  # bytes
+_GROWS: Final = ("parameters", "masters", "optimizer state", "activations")
+"""Terms that more rows do not make smaller."""
 _AS_FAST: Final = 0.02  # a simulated step is no more exact than that
 _MAX_SIZES: Final = 8  # beyond a node
-_MAX_NODES: Final = 1 << 17
+MAX_NODES: Final = 1 << 17
 _MAX_MICRO_BATCH: Final = 64
 
 
@@ -32,6 +37,25 @@ def divided_batch(asked: AskedBatch, model: ModelShape, cluster: Cluster) -> Glo
     """The batch in sequences, as many for every GPU."""
     world = cluster.world_size
     return asked.fit(seq_len=model.seq_len, multiple=world, because=f"as many for each of the {world:,} GPUs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """Why something does not fit: ``needed`` is more than ``limit``, both in bytes of one rank."""
+
+    what: Literal["GPU memory", "host memory"]
+    needed: float
+    limit: float
+
+    def __post_init__(self) -> None:
+        assert self.needed > self.limit
+
+    def __str__(self) -> str:
+        """``42.1 of 36.8 GiB``, and of what if it is not the GPU's."""
+        digits = 1 if self.limit >= 10 * GIB else 2
+        while (needed := f"{self.needed / GIB:,.{digits}f}") == (limit := f"{self.limit / GIB:,.{digits}f}"):
+            digits += 1
+        return f"{needed} of {limit} GiB{' of host memory' if self.what == 'host memory' else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +71,7 @@ class Request:
     wire_nbytes: int = 4
     memory_nbytes: float | None = None
     """Of one device; None: the cluster's."""
+    kernels: Kernels = "current"
 
     def __post_init__(self) -> None:
         divided_batch(AskedBatch(sequences=self.global_batch), self.model, self.cluster)
@@ -60,13 +85,37 @@ class Request:
         )
 
     @property
+    def rows(self) -> int:
+        """Sequences per optimizer step, of one rank."""
+        return self.global_batch // self.cluster.world_size
+
+    @property
     def limit(self) -> float:
         return (self.memory_nbytes or self.cluster.memory_nbytes) * USABLE
 
+    @property
+    def host_limit(self) -> float:
+        """A rank's share of the node's own memory; without end where that is not known."""
+        return self.cluster.host_nbytes * USABLE / self.cluster.ranks_per_node or math.inf
+
+    def shortage(self, terms: Terms) -> Shortage | None:
+        """What there is too little of, if anything: the one answer to whether something fits."""
+        limits: tuple[tuple[Literal["GPU memory", "host memory"], float, float], ...] = (
+            ("GPU memory", terms.peak, self.limit),
+            ("host memory", terms.host, self.host_limit),
+        )
+        what, needed, limit = max(limits, key=lambda each: each[1] / each[2])
+        return Shortage(what=what, needed=needed, limit=limit) if needed > limit else None
+
     def fits(self, terms: Terms) -> bool:
         """On a GPU, and in its share of the node's own memory."""
-        host = self.cluster.host_nbytes * USABLE / self.cluster.ranks_per_node
-        return terms.peak <= self.limit and (not host or terms.host <= host)
+        return self.shortage(terms) is None
+
+    def on(self, num_nodes: int) -> Request:
+        """The same on another number of nodes, with the nearest batch that they can divide."""
+        cluster = replace(self.cluster, num_nodes=num_nodes)
+        rows = max(1, round(self.global_batch / cluster.world_size))
+        return replace(self, cluster=cluster, global_batch=rows * cluster.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,88 +141,162 @@ class Found:
 
     request: Request
     choices: tuple[Choice, ...]
-    too_large: dict[int, float]
-    """Partition sizes that do not fit, with the bytes that their smallest setting needs."""
+    too_large: dict[int, Shortage]
+    """Partition sizes that do not fit, with what the setting lacks that comes nearest."""
 
 
-def candidates(request: Request, partition_size: int) -> Iterator[Setting]:
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another system at its best, and as it would run our best setting."""
+
+    choice: Choice | None
+    """Its own best micro-batch, activations and group size, under its own memory; None: nothing fits."""
+    shortage: Shortage | None
+    """Where nothing fits: of what comes nearest."""
+    same: Prediction | Shortage
+    """With the micro-batch, the activations and the group size that are best for mics."""
+
+
+def candidates(
+    request: Request, partition_size: int, system: str = "mics", short: list[Shortage] | None = None
+) -> Iterator[Setting]:
     """For each policy for activations the largest micro-batches that fit.
 
-    What costs more (recomputation, finer units, fewer ahead) only where it makes room for more rows.
+    What costs more (recomputation, finer units, fewer ahead) only where it makes room for more rows. What
+    does not fit goes to ``short``.
     """
-    rows = request.global_batch // request.cluster.world_size
-    cluster = replace(request.cluster, memory_nbytes=request.memory_nbytes or request.cluster.memory_nbytes)
-    micro_batches = [size for size in range(1, min(rows, _MAX_MICRO_BATCH) + 1) if rows % size == 0]
+    most = min(request.rows, _MAX_MICRO_BATCH)
+    micro_batches = [size for size in range(1, most + 1) if request.rows % size == 0]
     room = dict.fromkeys(range(len(_POLICIES)), 0)  # rows that fit up to now, by policy
-    for parts, prefetch in product(_SPLITS, (None, 1)):
-        model = request.model.split(parts)
+    for parts, prefetch in _ways(system):
         for number, policy in enumerate(_POLICIES):
             enough = max(room[cheaper] for cheaper in range(number + 1))
-            fitting = []
-            for micro_batch in micro_batches:
-                if micro_batch > enough:
-                    setting = Setting(
-                        model=model,
-                        cluster=cluster,
-                        partition_size=partition_size,
-                        micro_batch=micro_batch,
-                        accumulation=rows // micro_batch,
-                        activations=policy,
-                        wire_nbytes=request.wire_nbytes,
-                        prefetch=prefetch,
-                    )
-                    if not request.fits(setting.need()):
-                        break  # nor will more rows
-                    fitting.append(setting)
+            more = [size for size in micro_batches if size > enough]
+            tried = _settings(request, partition_size, parts, prefetch, policy, more)
+            fitting = list(_that_fit(request, tried, system, short))
             if fitting:
                 room[number] = fitting[-1].micro_batch
-            yield from fitting[-2:] if (parts, prefetch) == (1, None) else fitting[-1:]
+            yield from fitting[-2:] if parts == 1 and prefetch is None else fitting[-1:]
 
 
-def smallest_need(request: Request, partition_size: int) -> float:
-    """Bytes of the setting that needs least."""
-    return _leanest(request, partition_size).need().peak
+def _ways(system: str) -> list[tuple[int, int | None]]:
+    """Units of a block and how many are gathered ahead, that a system has a choice of."""
+    found = SYSTEMS[system]
+    splits = _SPLITS[:1] if found.style.keeps_parameters else _SPLITS
+    return list(product(splits, (None, 1) if found.prefetch is None else (None,)))
 
 
-def _leanest(request: Request, partition_size: int) -> Setting:
-    """One row, everything offloaded, fine units, one ahead."""
-    return Setting(
-        model=request.model.split(_SPLITS[-1]),
-        cluster=request.cluster,
-        partition_size=partition_size,
-        micro_batch=1,
-        accumulation=1,
-        activations=_POLICIES[-1],
-        prefetch=1,
-    )
+def _settings(
+    request: Request,
+    partition_size: int,
+    parts: int,
+    prefetch: int | None,
+    policy: Keeping,
+    micro_batches: Sequence[int],
+) -> Iterator[Setting]:
+    model = request.model.split(parts)
+    cluster = replace(request.cluster, memory_nbytes=request.memory_nbytes or request.cluster.memory_nbytes)
+    for micro_batch in micro_batches:
+        yield Setting(
+            model=model,
+            cluster=cluster,
+            partition_size=partition_size,
+            micro_batch=micro_batch,
+            accumulation=request.rows // micro_batch,
+            activations=policy,
+            wire_nbytes=request.wire_nbytes,
+            prefetch=prefetch,
+            fused=request.kernels == "current",
+        )
 
 
-def sizes_to_try(cluster: Cluster) -> list[int]:
+def _that_fit(
+    request: Request, settings: Iterator[Setting], system: str, short: list[Shortage] | None
+) -> Iterator[Setting]:
+    """Those of more and more rows that fit, until no more rows can."""
+    for setting in settings:
+        terms = SYSTEMS[system].need(setting)
+        lack = request.shortage(terms)
+        if lack is None:
+            yield setting
+            continue
+        if short is not None:
+            short.append(lack)
+        # Units gathered ahead and reduce buffers may get fewer with more rows. The rest only grows.
+        grows = sum(nbytes for name, nbytes in terms.between_blocks.items() if name in _GROWS)
+        if lack.what == "host memory" or grows > request.limit:
+            return
+
+
+def sizes_to_try(cluster: Cluster, system: str = "mics") -> list[int]:
     """The partition sizes that a search looks at."""
+    if SYSTEMS[system].over_the_world:
+        return [cluster.world_size]
     return _thinned(partition_sizes(cluster), cluster.ranks_per_node)
 
 
-def search(request: Request, system: str = "mics", *, advance: Callable[[], object] = lambda: None) -> Found:
+def search(request: Request, *, advance: Callable[[], object] = lambda: None) -> Found:
     """Try partition sizes; of each the fastest setting. ``advance`` is called after each, and at the end."""
-    best: list[Prediction] = []
-    too_large = {}
-    for size in sizes_to_try(request.cluster):
-        needed = smallest_need(request, size)
-        settings = list(candidates(request, size)) if needed <= request.limit else []
-        if settings:
-            chosen = _in_order([predict_quickly(setting, system) for setting in settings])[0]
-            best.append(_with_whole_masters(request, chosen))
-        else:
-            too_large[size] = needed
-        advance()
-    best = _in_order(best)
+    best, too_large = _fastest_by_size(request, "mics", advance)
+    best = _in_order([_with_whole_masters(request, found) for found in best])
     if best:
-        best[0] = predict(best[0].setting, system)  # all of it, for the timeline
+        best[0] = predict(best[0].setting)  # all of it, for the timeline
     choices = [
         Choice(prediction=found, memory=found.setting.memory(), limited_by=limit_of(found)) for found in best
     ]
     advance()
     return Found(request=request, choices=tuple(choices), too_large=too_large)
+
+
+def search_peer(
+    request: Request, best: Setting, system: str, *, advance: Callable[[], object] = lambda: None
+) -> Peer:
+    """The same search for another system, and ``best``, which is ours, in its hands."""
+    found, too_large = _fastest_by_size(request, system, advance)
+    choice = None
+    if found:
+        first = _in_order(found)[0]
+        need = SYSTEMS[system].need(first.setting)
+        choice = Choice(prediction=first, memory=need, limited_by=limit_of(first))
+    lack = request.shortage(SYSTEMS[system].need(best))
+    return Peer(
+        choice=choice,
+        shortage=None if found else nearest(too_large.values()),
+        same=predict_quickly(best, system) if lack is None else lack,
+    )
+
+
+def _fastest_by_size(
+    request: Request, system: str, advance: Callable[[], object]
+) -> tuple[list[Prediction], dict[int, Shortage]]:
+    """Of each partition size the fastest setting, or what is missing. Of a peer only what may be its best."""
+    best: list[Prediction] = []
+    too_large = {}
+    for size in sizes_to_try(request.cluster, system):
+        short: list[Shortage] = []
+        settings = list(candidates(request, size, system, short))
+        if not settings:
+            too_large[size] = nearest(short)
+        fastest = min((each.step_seconds for each in best if system != "mics"), default=math.inf)
+        best += _fastest(settings, system, fastest)
+        advance()
+    return best, too_large
+
+
+def _fastest(settings: Collection[Setting], system: str, fastest: float) -> list[Prediction]:
+    """The fastest, if one may be as fast as ``fastest``. What computes for too long is not played at all."""
+    found: list[Prediction] = []
+    for setting in sorted(settings, key=compute_floor):
+        if compute_floor(setting) > (1 + _AS_FAST) * fastest:
+            break
+        found.append(predict_quickly(setting, system))
+        fastest = min(fastest, found[-1].step_seconds)
+    return _in_order(found)[:1]
+
+
+def nearest(found: Collection[Shortage]) -> Shortage:
+    """Of what lacks least."""
+    return min(found, key=lambda lack: lack.needed / lack.limit)
 
 
 def _with_whole_masters(request: Request, found: Prediction) -> Prediction:
@@ -232,27 +355,31 @@ def limit_of(prediction: Prediction) -> str:
     return "inter latency" if gained > 0.5 else "inter bandwidth"
 
 
-def smallest_cluster(request: Request) -> int | None:
-    """Nodes of this kind that would do, if any number does: a model divided over all of them needs least."""
+def smallest_cluster(request: Request) -> Request | None:
+    """The same on as many nodes of this kind as would do, if any number does.
+
+    A model divided over all of them needs least.
+    """
 
     def does(nodes: int) -> bool:
-        cluster = replace(request.cluster, num_nodes=nodes)
-        larger = replace(request, cluster=cluster, global_batch=cluster.world_size)
-        return smallest_need(larger, cluster.world_size) <= request.limit
+        larger = request.on(nodes)
+        return next(candidates(larger, larger.cluster.world_size), None) is not None
 
     enough = request.cluster.num_nodes
     while not does(enough):
         enough *= 2
-        if enough > _MAX_NODES:
+        if enough > MAX_NODES:
             return None
     too_few = enough // 2
     while enough - too_few > 1:
         middle = (enough + too_few) // 2
         too_few, enough = (too_few, middle) if does(middle) else (middle, enough)
-    return enough
+    return request.on(enough)
 
 
 def largest_term(request: Request) -> tuple[str, float]:
     """Of the setting that needs least on all GPUs: what takes most of it."""
-    terms = _leanest(request, request.cluster.world_size).memory().on_device()
-    return max(terms.items(), key=lambda item: item[1])
+    parts, prefetch = _ways("mics")[-1]
+    size = request.cluster.world_size
+    leanest = next(_settings(request, size, parts, prefetch, _POLICIES[-1], [1]))
+    return max(leanest.memory().on_device().items(), key=lambda item: item[1])

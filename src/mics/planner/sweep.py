@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from mics.errors import SettingsError
 from mics.planner.answer import Answer, as_dict
-from mics.utils.numbers import days, dollars, listed, percent, plural, times, whole
+from mics.planner.search import Choice
+from mics.utils.numbers import count, days, dollars, listed, percent, plural, times, whole
 
 _AS_CHEAP: Final = 0.05
 
@@ -106,9 +107,9 @@ def _step_up(fewer: tuple[int, Answer], more: tuple[int, Answer]) -> str:
     )
 
 
-def setting_in_words(found: Answer) -> str:
-    """``p=8, 4 x 2, checkpoint``: the best choice, short enough for a table."""
-    setting = found.best.setting
+def setting_in_words(choice: Choice) -> str:
+    """``p=8, 4 x 2, checkpoint``: short enough for a table."""
+    setting = choice.setting
     split = f", units/{setting.model.parts}" if setting.model.parts > 1 else ""
     return (
         f"p={setting.partition_size}, {setting.micro_batch} x {setting.accumulation}, "
@@ -135,13 +136,33 @@ def cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
             lines.append([*line, size.problem, *[""] * (len(heads) - 3)])
             continue
         best, money = size.answer.best.prediction, size.answer.money
-        line += [setting_in_words(size.answer), whole(best.tokens_per_second_per_gpu), percent(best.mfu)]
+        line += [setting_in_words(size.answer.best), whole(best.tokens_per_second_per_gpu), percent(best.mfu)]
         if with_days and money is not None:
             line.append("never" if money.hours is None else days(3600 * money.hours).removesuffix(" days"))
         if with_dollars and money is not None:
             line.append("" if money.dollars is None else dollars(money.dollars))
         lines.append(line)
     return heads, lines
+
+
+def curves_of(sweep: Sweep) -> dict[str, list[tuple[float, str]]]:
+    """By heading, a value and its words for each number of nodes that is possible.
+
+    Time and cost where they are known, speed otherwise.
+    """
+    bills = [found.money for _, found in sweep.possible]
+    best = [found.best.prediction for _, found in sweep.possible]
+    hours = [bill.hours for bill in bills if bill is not None and bill.hours is not None]
+    prices = [bill.dollars for bill in bills if bill is not None and bill.dollars is not None]
+    if len(hours) == len(bills):
+        curves = {"days of training": [(spent, days(3600 * spent)) for spent in hours]}
+    else:
+        speeds = [each.tokens_per_second for each in best]
+        curves = {"tokens/s": [(speed, count(round(speed))) for speed in speeds]}
+    if len(prices) == len(bills):
+        return curves | {"dollars": [(price, dollars(price)) for price in prices]}
+    speeds = [each.tokens_per_second_per_gpu for each in best]
+    return curves | {"tokens/s per GPU": [(speed, whole(speed)) for speed in speeds]}
 
 
 def sweep_as_dict(sweep: Sweep) -> dict[str, Any]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from mics.cost.collectives import Kind
+from mics.cost.constants import HOST_SECONDS
+from mics.cost.memory import Terms
 from mics.cost.setting import Setting
-from mics.cost.shapes import UnitShape
-from mics.layout.order import staying_units
-from mics.planner.host_copies import HostCopies
+from mics.planner.issuing import Issuer, Style
+from mics.planner.peer_memory import fsdp_terms, zero2_terms, zero3_terms
 from mics.planner.simulate import LINKS, Program, Task, play
 from mics.planner.step_costs import StepCosts
 from mics.utils.intervals import Interval, subtract, total, union
 
-HOST_SECONDS: Final = 0.3e-3
-"""Fitted: what the host took to decide about one parameter in DeepSpeed's ZeRO-3 before the seed's work."""
 _TENSORS_OF_A_BLOCK: Final = 4  # large ones, gathered one by one before they were batched
 _MAX_MICRO: Final = 3
 _FEW_UNITS: Final = 40
@@ -103,25 +101,14 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Style:
-    """What tells systems apart that gather, compute and reduce unit by unit."""
-
-    overlaps: bool = True
-    keeps_around_turn: bool = False  # units that are needed again soon stay
-    spreads_masters: bool = False  # hop 2 is a reduce-scatter, and new parameters follow
-    hides_boundary: bool = False  # hop 2 runs unit by unit under the last backward
-    copies: bool = False  # gathered parameters and full gradients are copied once more
-    num_pieces: int = 1  # collectives for one unit
-    host_seconds: float = 0.0  # for each of them, nothing else going on
-
-
-@dataclass(frozen=True, kw_only=True)
 class SimulatedSystem:
     """A way to order the work."""
 
     name: str
     about: str
-    style: _Style
+    style: Style
+    terms: Callable[[Setting], Terms]
+    """What a setting needs, by its own division of the memory."""
     over_the_world: bool = False  # one partition group, whatever was asked for
     flat: bool = False  # one ring, also over several nodes
     prefetch: int | None = None  # None: as mics decides it
@@ -135,154 +122,84 @@ class SimulatedSystem:
             prefetch=setting.prefetch if self.prefetch is None else self.prefetch,
         )
 
-
-class _Issuer:
-    """Issues the steps of one setting in one style."""
-
-    def __init__(self, program: Program, setting: Setting, style: _Style) -> None:
-        self.program, self.setting, self.style = program, setting, style
-        self.units = setting.model.units
-        self.costs = StepCosts(setting)
-        self.depth = setting.depth if style.overlaps else 0
-        self.computed: list[Task] = []  # in the order of the computation
-        self.refreshed: dict[int, Task] = {}
-        self.kept: set[int] = set()
-        self.staying = staying_units(
-            [index for index, unit in enumerate(self.units) if unit.numel],
-            {index: 2 * unit.numel for index, unit in enumerate(self.units)},
-            setting.stay_nbytes if style.keeps_around_turn else 0,
-        )
-        self.alone = setting.partition_size == 1
-        self.spreads_masters = style.spreads_masters and setting.over_replicas
-        self.host_copies = HostCopies(program, self.units, self.costs)
-
-    def micro_step(self, *, last: bool) -> None:
-        order = [(i, False) for i in range(len(self.units))]
-        order += [(i, True) for i in reversed(range(len(self.units)))]
-        reduced: list[Task] = []
-        turn = len(self.units)
-        for position, (index, is_backward) in enumerate(order):
-            unit = self.units[index]
-            gathered = None if self.alone else self._gather(index, unit, is_backward)
-            costs = self.costs
-            seconds = costs.backward_seconds(unit) if is_backward else costs.forward_seconds(unit)
-            if self.style.copies and not self.alone:
-                seconds += (6 if is_backward else 4) * unit.numel / self.setting.device.memory_bandwidth
-            name = ("backward " if is_backward else "forward ") + unit.name
-            copied = self.host_copies.backward if is_backward else self.host_copies.forward
-            before = copied(index, self.computed[-1] if self.computed else None)
-            task = self.program.compute(name, seconds, [gathered, self.refreshed.get(index), *before])
-            self.computed.append(task)
-            if self.style.keeps_around_turn:
-                self._keep(position, index, turn, last=last)
-            if is_backward:
-                done = self._reduce(unit, task)
-                if last and self.style.hides_boundary:
-                    done = self._hop2(unit, done)
-                reduced.append(done)
-                if not self.style.overlaps:
-                    self.computed.append(self.program.compute("wait", 0.0, [done]))
-        self.refreshed = {}
-        if last:
-            self._boundary(reduced)
-
-    def _keep(self, position: int, index: int, turn: int, *, last: bool) -> None:
-        ahead = self.depth + 1
-        # `low_memory`, which goes with offload: only what the backward begins with stays at the turn.
-        at_turn = 1 if self.setting.division.low_memory else ahead
-        if position < turn <= position + at_turn:
-            self.kept.add(index)
-        if not last and position >= 2 * turn - ahead:
-            self.kept.add(index)
-        if index in self.staying and not (last and position >= turn):
-            self.kept.add(index)
-
-    def _gather(self, index: int, unit: UnitShape, is_backward: bool) -> Task | None:
-        if unit.numel == 0 or index in self.kept or (is_backward and unit.kind == "embedding"):
-            self.kept.discard(index)
-            return None
-        window = self.computed[-1 - self.depth] if len(self.computed) > self.depth else None
-        found: Task | None = None
-        style = self.style
-        for _ in range(style.num_pieces):
-            if style.host_seconds:
-                window = self.program.compute("host", style.host_seconds)
-            after = [window, self.refreshed.get(index)]
-            for link, price in self.costs.moves(Kind.ALL_GATHER, 2 * unit.numel / style.num_pieces):
-                found = self.program.transfer(f"gather {link}", f"gather {unit.name}", price, [*after, found])
-        return found
-
-    def _reduce(self, unit: UnitShape, task: Task) -> Task:
-        if unit.numel == 0 or self.alone:
-            return task
-        done = task
-        nbytes = self.setting.wire_nbytes * unit.numel
-        for _ in range(self.style.num_pieces):
-            for link, price in self.costs.moves(Kind.REDUCE_SCATTER, nbytes / self.style.num_pieces):
-                done = self.program.transfer(f"reduce {link}", f"reduce {unit.name}", price, [done])
-        return done
-
-    def _hop2(self, unit: UnitShape, after: Task) -> Task:
-        setting = self.setting
-        if setting.num_replicas == 1 or unit.numel == 0:
-            return after
-        kind = Kind.REDUCE_SCATTER if self.spreads_masters else Kind.ALL_REDUCE
-        price = self.costs.replica_cost(kind, setting.wire_nbytes * unit.numel / setting.partition_size)
-        return self.program.transfer("replicas", f"hop 2 of {unit.name}", price, [after])
-
-    def _boundary(self, reduced: Sequence[Task]) -> None:
-        setting, style = self.setting, self.style
-        after = list(reduced)
-        if not style.hides_boundary:
-            after = [self._hop2(unit, after[-1]) for unit in reversed(self.units)] or after
-        owners = setting.partition_size * (setting.num_replicas if self.spreads_masters else 1)
-        seconds = setting.device.update_seconds(setting.model.num_parameters / owners)
-        update = self.program.compute("optimizer", seconds, after)
-        self.computed.append(update)
-        if self.spreads_masters and setting.num_replicas > 1:
-            for index, unit in enumerate(self.units):
-                if unit.numel:
-                    nbytes = 2 * unit.numel / setting.partition_size
-                    price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
-                    self.refreshed[index] = self.program.transfer(
-                        "replicas", f"new {unit.name}", price, [update]
-                    )
+    def need(self, setting: Setting) -> Terms:
+        """Memory of what it would make of a setting."""
+        return self.terms(self.adapt(setting))
 
 
-_MICS: Final = _Style(keeps_around_turn=True, spreads_masters=True, hides_boundary=True)
-_FSDP: Final = _Style(hides_boundary=True, copies=True)
-_LATE: Final = _Style(copies=True)
-_ONE_BY_ONE: Final = _Style(
-    overlaps=False, copies=True, num_pieces=_TENSORS_OF_A_BLOCK, host_seconds=HOST_SECONDS
+_MICS: Final = Style(keeps_around_turn=True, spreads_masters=True, hides_boundary=True)
+_FSDP: Final = Style(hides_boundary=True, copies=True, blocking_copies=True)
+_LATE: Final = Style(copies=True)
+_ZERO3: Final = replace(_LATE, blocking_copies=True)
+_ZERO2: Final = Style(copies=True, blocking_copies=True, keeps_parameters=True, buckets=True)
+_ZERO2_LATE: Final = replace(_ZERO2, overlaps=False)
+_ONE_BY_ONE: Final = Style(
+    overlaps=False,
+    copies=True,
+    num_pieces=_TENSORS_OF_A_BLOCK,
+    host_seconds=HOST_SECONDS,
+    blocking_copies=True,
 )
 _ALL: Final = (
-    SimulatedSystem(name="mics", about="this library", style=_MICS),
+    SimulatedSystem(name="mics", about="this library", style=_MICS, terms=Setting.need),
     SimulatedSystem(
-        name="hsdp", about="FSDP2 over partition groups, with replicas", style=_FSDP, flat=True, prefetch=1
+        name="hsdp",
+        about="FSDP2 over partition groups, with replicas",
+        style=_FSDP,
+        terms=fsdp_terms,
+        flat=True,
+        prefetch=1,
     ),
     SimulatedSystem(
-        name="fsdp2", about="FSDP2 over the world", style=_FSDP, over_the_world=True, flat=True, prefetch=1
+        name="fsdp2",
+        about="FSDP2 over the world",
+        style=_FSDP,
+        terms=fsdp_terms,
+        over_the_world=True,
+        flat=True,
+        prefetch=1,
     ),
     SimulatedSystem(
         name="mics-published",
         about="MiCS as published: replicas are synchronised after the last backward",
         style=_LATE,
+        terms=zero3_terms,
         prefetch=1,
     ),
     SimulatedSystem(
         name="zero3",
-        about="DeepSpeed's ZeRO-3 after the seed's work",
-        style=_LATE,
+        about="DeepSpeed's ZeRO-3, gathers and reductions batched and beside the computation",
+        style=_ZERO3,
+        terms=zero3_terms,
         over_the_world=True,
         flat=True,
         prefetch=1,
     ),
     SimulatedSystem(
         name="zero3-before",
-        about="DeepSpeed's ZeRO-3 before the seed's work: one tensor at a time, nothing overlaps",
+        about="DeepSpeed's ZeRO-3 of 2021: one tensor at a time, nothing overlaps",
         style=_ONE_BY_ONE,
+        terms=zero3_terms,
         over_the_world=True,
         flat=True,
+    ),
+    SimulatedSystem(
+        name="zero2",
+        about="DeepSpeed's ZeRO-2: parameters whole, gradients reduced in every micro-step",
+        style=_ZERO2,
+        terms=zero2_terms,
+        over_the_world=True,
+        flat=True,
+        prefetch=1,
+    ),
+    SimulatedSystem(
+        name="zero2-before",
+        about="DeepSpeed's ZeRO-2 of 2021: without overlap_comm, which was not its default",
+        style=_ZERO2_LATE,
+        terms=zero2_terms,
+        over_the_world=True,
+        flat=True,
+        prefetch=1,
     ),
 )
 SYSTEMS: Final = MappingProxyType({system.name: system for system in _ALL})
@@ -294,7 +211,7 @@ def predict(setting: Setting, system: str = "mics") -> Prediction:
     most = _MAX_MICRO if len(setting.model.units) > _FEW_UNITS else _MAX_MICRO_OF_FEW
     num_micro = min(setting.accumulation, most)
     program = Program()
-    issuer = _Issuer(program, setting, SYSTEMS[system].style)
+    issuer = Issuer(program, setting, SYSTEMS[system].style)
     for number in range(2 * num_micro + 1):  # two steps, and where a third begins
         issuer.micro_step(last=number % num_micro == num_micro - 1)
     play(program)
@@ -326,6 +243,13 @@ def predict_quickly(setting: Setting, system: str = "mics") -> Prediction:
     one, two = (found.measured for found in shorter)
     measured = one.plus(share, two.plus(-1, one))
     return replace(shorter[1], setting=SYSTEMS[system].adapt(setting), measured=measured)
+
+
+def compute_floor(setting: Setting) -> float:
+    """Seconds that the units of a step compute: no system takes less."""
+    costs = StepCosts(setting)
+    each = (costs.forward_seconds(unit) + costs.backward_seconds(unit) for unit in setting.model.units)
+    return setting.accumulation * sum(each)
 
 
 def _measure(tasks: Sequence[Task], began: float, ended: float) -> _Measured:

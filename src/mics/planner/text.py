@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from mics.planner.answer import Answer, Money
+from mics.planner.peers import HEADS, TITLE, peer_cells
+from mics.planner.peers import KEY as PEER_KEY
 from mics.planner.search import Choice
 from mics.planner.simulate import LINKS
 from mics.planner.sweep import KEY as SWEEP_KEY
-from mics.planner.sweep import Sweep, advice_on_nodes, batches_of, cells
+from mics.planner.sweep import Sweep, advice_on_nodes, batches_of, cells, curves_of
 from mics.planner.systems import Prediction
 from mics.utils.numbers import (
     GIB,
@@ -29,13 +31,13 @@ from mics.utils.numbers import (
     plural,
     seconds,
     tflops,
-    times,
     tokens,
     whole,
 )
 
 KEY: Final = "p: partition size; batch: sequences per GPU and micro-step; accum.: gradient accumulation steps"
 _WIDTH: Final = 44
+_BAR: Final = 20
 _COLOURS: Final = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_black")
 
 
@@ -81,6 +83,7 @@ def show_sweep(found: Sweep, console: Console) -> None:
         table.add_row(*row, style="bold" if row[0] == f"{found.advised[0]:,}" else None)
     console.print(table)
     console.print(f"{SWEEP_KEY}\n", highlight=False, style="dim")
+    _curve(found, console)
     for line in advice_on_nodes(found):
         console.print(line, highlight=False)
     best = found.advised[1].best
@@ -88,6 +91,26 @@ def show_sweep(found: Sweep, console: Console) -> None:
     console.print(result(best), highlight=False)
     if spent is None:
         console.print("--tokens adds days, --price dollars.", highlight=False, style="dim")
+
+
+def _curve(found: Sweep, console: Console) -> None:
+    """Time and cost over the number of nodes, a bar for each: as far as they are known."""
+    if len(found.possible) < 2:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("nodes", justify="right", no_wrap=True)
+    columns = curves_of(found)
+    for head in columns:
+        table.add_column(head, justify="left", no_wrap=True)
+    for number, (nodes, _) in enumerate(found.possible):
+        cells = []
+        for points in columns.values():
+            most = max(value for value, _ in points)
+            value, words = points[number]
+            cells.append(f"{'█' * max(1, round(_BAR * value / most))} {words}")
+        table.add_row(f"{nodes:,}", *cells, style="bold" if nodes == found.advised[0] else None)
+    console.print(table)
+    console.print()
 
 
 def advice(choice: Choice) -> str:
@@ -223,7 +246,7 @@ def neighbours(found: Answer) -> list[str]:
                 f"{by_size[other].limited_by}."
             )
         else:
-            needed = memory(found.found.too_large[other])
+            needed = found.found.too_large[other]
             lines.append(f"The next {word} partition size, {other}, does not fit: it needs {needed} per GPU.")
     return lines
 
@@ -233,14 +256,20 @@ def _after(every: list[int], place: int) -> int | None:
 
 
 def _systems(found: Answer, console: Console) -> None:
-    best = found.peers["mics"].step_seconds
-    parts = [
-        f"{name} {seconds(each.step_seconds)} ({times(each.step_seconds / best)})"
-        for name, each in found.peers.items()
-    ]
-    console.print(
-        f"\nThe same setting in other systems, seconds per step: {', '.join(parts)}", highlight=False
-    )
+    """Only where they were asked for."""
+    if not found.peers:
+        return
+    table = Table(title=TITLE, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in HEADS:
+        left = head in ("system", "best setting")
+        table.add_column(
+            head.replace("same ", "same\n"), justify="left" if left else "right", no_wrap=not left
+        )
+    for row in peer_cells(found):
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    console.print(PEER_KEY, highlight=False, style="dim")
 
 
 def _money(found: Answer, console: Console) -> None:

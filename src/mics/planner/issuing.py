@@ -1,0 +1,169 @@
+"""The tasks of a step in the order in which a system's host issues them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mics.cost.collectives import Kind
+from mics.cost.setting import Setting
+from mics.cost.shapes import UnitShape
+from mics.layout.order import staying_units
+from mics.planner.host_copies import BlockingCopies, HostCopies
+from mics.planner.simulate import Program, Task
+from mics.planner.step_costs import StepCosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """What tells systems apart that gather, compute and reduce unit by unit."""
+
+    overlaps: bool = True
+    keeps_around_turn: bool = False  # units that are needed again soon stay
+    spreads_masters: bool = False  # hop 2 is a reduce-scatter, and new parameters follow
+    hides_boundary: bool = False  # hop 2 runs unit by unit under the last backward
+    copies: bool = False  # gathered parameters and full gradients are copied once more
+    num_pieces: int = 1  # collectives for one unit
+    host_seconds: float = 0.0  # for each of them, nothing else going on
+    keeps_parameters: bool = False  # whole on every rank: nothing is gathered until the step has new ones
+    buckets: bool = False  # small units wait until there are as many elements as in the largest
+    blocking_copies: bool = False  # to the host and back, in the way of the computation
+
+
+class Issuer:
+    """Issues the steps of one setting in one style."""
+
+    def __init__(self, program: Program, setting: Setting, style: Style) -> None:
+        self.program, self.setting, self.style = program, setting, style
+        self.units = setting.model.units
+        self.costs = StepCosts(setting)
+        self.depth = setting.depth if style.overlaps else 0
+        self.computed: list[Task] = []  # in the order of the computation
+        self.refreshed: dict[int, Task] = {}
+        self.kept: set[int] = set()
+        self.staying = staying_units(
+            [index for index, unit in enumerate(self.units) if unit.numel],
+            {index: 2 * unit.numel for index, unit in enumerate(self.units)},
+            setting.stay_nbytes if style.keeps_around_turn else 0,
+        )
+        self.alone = setting.partition_size == 1
+        self.spreads_masters = style.spreads_masters and setting.over_replicas
+        self.bucket_numel = setting.model.largest_numel if style.buckets else 0
+        self.in_bucket = 0  # elements that wait for more
+        copies = BlockingCopies if style.blocking_copies else HostCopies
+        self.host_copies = copies(program, self.units, self.costs)
+
+    def micro_step(self, *, last: bool) -> None:
+        order = [(i, False) for i in range(len(self.units))]
+        order += [(i, True) for i in reversed(range(len(self.units)))]
+        reduced: list[Task] = []
+        turn = len(self.units)
+        for position, (index, is_backward) in enumerate(order):
+            unit = self.units[index]
+            gathered = None if self.alone else self._gather(index, unit, is_backward)
+            costs = self.costs
+            seconds = costs.backward_seconds(unit) if is_backward else costs.forward_seconds(unit)
+            seconds += self._copy_seconds(unit, is_backward)
+            name = ("backward " if is_backward else "forward ") + unit.name
+            copied = self.host_copies.backward if is_backward else self.host_copies.forward
+            before = copied(index, self.computed[-1] if self.computed else None)
+            task = self.program.compute(name, seconds, [gathered, self.refreshed.get(index), *before])
+            self.computed.append(task)
+            if self.style.keeps_around_turn:
+                self._keep(position, index, turn, last=last)
+            if is_backward:
+                done = self._reduce(unit, task, is_first=index == 0)
+                if last and self.style.hides_boundary:
+                    done = self._hop2(unit, done)
+                reduced.append(done)
+                if not self.style.overlaps:
+                    self.computed.append(self.program.compute("wait", 0.0, [done]))
+        self.refreshed = {}
+        if last:
+            self._boundary(reduced)
+
+    def _keep(self, position: int, index: int, turn: int, *, last: bool) -> None:
+        ahead = self.depth + 1
+        # `low_memory`, which goes with offload: only what the backward begins with stays at the turn.
+        at_turn = 1 if self.setting.division.low_memory else ahead
+        if position < turn <= position + at_turn:
+            self.kept.add(index)
+        if not last and position >= 2 * turn - ahead:
+            self.kept.add(index)
+        if index in self.staying and not (last and position >= turn):
+            self.kept.add(index)
+
+    def _gather(self, index: int, unit: UnitShape, is_backward: bool) -> Task | None:
+        if self.style.keeps_parameters or unit.numel == 0:
+            return None
+        if index in self.kept or (is_backward and unit.kind == "embedding"):
+            self.kept.discard(index)
+            return None
+        window = self.computed[-1 - self.depth] if len(self.computed) > self.depth else None
+        found: Task | None = None
+        style = self.style
+        for _ in range(style.num_pieces):
+            if style.host_seconds:
+                window = self.program.compute("host", style.host_seconds)
+            after = [window, self.refreshed.get(index)]
+            for link, price in self.costs.moves(Kind.ALL_GATHER, 2 * unit.numel / style.num_pieces):
+                found = self.program.transfer(f"gather {link}", f"gather {unit.name}", price, [*after, found])
+        return found
+
+    def _copy_seconds(self, unit: UnitShape, is_backward: bool) -> float:
+        """Of gathered parameters and full gradients, from where they arrive to where they are needed."""
+        if not self.style.copies or self.alone:
+            return 0.0
+        nbytes = 0 if self.style.keeps_parameters and not is_backward else 6 if is_backward else 4
+        return nbytes * unit.numel / self.setting.device.memory_bandwidth
+
+    def _reduce(self, unit: UnitShape, task: Task, *, is_first: bool) -> Task:
+        """``is_first``: of the model, so that its backward is the last."""
+        self.in_bucket += unit.numel
+        if self.alone or self.in_bucket == 0 or (self.in_bucket < self.bucket_numel and not is_first):
+            return task
+        done = task
+        nbytes = self.setting.wire_nbytes * self.in_bucket
+        self.in_bucket = 0
+        for _ in range(self.style.num_pieces):
+            for link, price in self.costs.moves(Kind.REDUCE_SCATTER, nbytes / self.style.num_pieces):
+                done = self.program.transfer(f"reduce {link}", f"reduce {unit.name}", price, [done])
+        return done
+
+    def _hop2(self, unit: UnitShape, after: Task) -> Task:
+        setting = self.setting
+        if setting.num_replicas == 1 or unit.numel == 0:
+            return after
+        kind = Kind.REDUCE_SCATTER if self.spreads_masters else Kind.ALL_REDUCE
+        price = self.costs.replica_cost(kind, setting.wire_nbytes * unit.numel / setting.partition_size)
+        return self.program.transfer("replicas", f"hop 2 of {unit.name}", price, [after])
+
+    def _boundary(self, reduced: Sequence[Task]) -> None:
+        setting, style = self.setting, self.style
+        after = list(reduced)
+        if not style.hides_boundary:
+            after = [self._hop2(unit, after[-1]) for unit in reversed(self.units)] or after
+        owners = setting.partition_size * (setting.num_replicas if self.spreads_masters else 1)
+        seconds = setting.device.update_seconds(setting.model.num_parameters / owners)
+        update = self.program.compute("optimizer", seconds, after)
+        self.computed.append(update)
+        if style.keeps_parameters and not self.alone:
+            self._refresh_all(update)
+        if self.spreads_masters and setting.num_replicas > 1:
+            for index, unit in enumerate(self.units):
+                if unit.numel:
+                    nbytes = 2 * unit.numel / setting.partition_size
+                    price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
+                    self.refreshed[index] = self.program.transfer(
+                        "replicas", f"new {unit.name}", price, [update]
+                    )
+
+    def _refresh_all(self, update: Task) -> None:
+        """New parameters, bucket by bucket; the next forward begins with the last of them."""
+        left, found = self.setting.model.num_parameters, update
+        while left:
+            numel = min(left, self.bucket_numel or left)
+            left -= numel
+            for link, price in self.costs.moves(Kind.ALL_GATHER, 2 * numel):
+                found = self.program.transfer(f"gather {link}", "new parameters", price, [found])
+        self.computed.append(self.program.compute("wait", 0.0, [found]))
