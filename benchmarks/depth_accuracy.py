@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
+
+import torch
 
 from mics.bench.config import Training
 from mics.bench.depths import two_depths, with_whole_models
@@ -35,6 +38,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as mics bench does it: threads that wait for each other are noise
     cluster = find_cluster(args.cluster)
     training = Training(model=args.model, accumulation=args.accumulation, offload=args.offload)
     whole = training.job(args.partition_size, cluster.world_size)
@@ -44,7 +48,10 @@ def main() -> None:
     runs = interleave(args.systems, rows, repeats=args.repeats, record=False)
     with tempfile.TemporaryDirectory() as folder:
         plan = RunPlan(runs=runs, num_warmup_steps=args.warmup, num_steps=args.steps, folder=folder)
-        outcomes = [measure(run, plan) for run in runs]
+        outcomes = []
+        for run in runs:
+            print(f"[{run.number + 1}/{len(runs)}] {run.row}", file=sys.stderr, flush=True)
+            outcomes.append(measure(run, plan))
     pairs = list(zip(runs, outcomes, strict=True))
     ran = _rows([pair for pair in pairs if pair[0].job == whole])
     scaled = _rows([pair for pair in pairs if pair[0].job != whole])
