@@ -16,7 +16,7 @@ from mics.bench.plan import Outcome, Run
 from mics.bench.timeline import Exposure
 from mics.errors import SettingsError
 
-_FLAT: Final = "expected {} blocks to take longer than {}, found that they do not; raise --layers, or --steps and --repeats"
+_FLAT: Final = "--layers: expected {} blocks to take longer than {}, found no difference; raise it or --steps"
 
 
 def two_depths(job: Job, layers: int) -> tuple[Job, Job]:
