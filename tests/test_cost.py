@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mics.cost.clusters import PRESETS, Cluster, Link, find_cluster
 from mics.cost.collectives import Kind, Span, cost
+from mics.cost.gpus import GPUS, find_gpu, formats_of
 from mics.errors import SettingsError
 
 CLUSTER = Cluster(
@@ -90,10 +91,26 @@ def test_costs_are_sane(kind: Kind, nbytes: int, first: int, step: int, size: in
 
 
 def test_named_clusters() -> None:
-    assert set(PRESETS) == {"p3dn.24xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge", "dgx-h100"}
+    nodes = {"p3dn.24xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge", "dgx-a100", "dgx-h100"}
+    assert set(PRESETS) == nodes
+    assert find_cluster("dgx-a100").inter.bandwidth == 200e9
     cluster = find_cluster("p4d.24xlarge:16")
     assert (cluster.world_size, cluster.inter.bandwidth, cluster.intra.bandwidth) == (128, 50e9, 300e9)
     assert find_cluster("p3dn.24xlarge").num_nodes == 1
+
+
+def test_clusters_name_their_gpus() -> None:
+    """A V100 has no bfloat16; an A100 has as much memory as the cluster's has."""
+    assert formats_of(find_cluster("p3dn.24xlarge").gpu) == ("float16",)
+    assert formats_of(find_cluster("p4d.24xlarge").gpu)[0] == formats_of("")[0] == "bfloat16"
+    assert find_gpu("a100", find_cluster("p4d.24xlarge").gpu).memory_gib == 40
+    assert find_gpu("a100", find_cluster("p4de.24xlarge").gpu).memory_gib == 80
+    assert find_gpu("a100", find_cluster("p3dn.24xlarge").gpu).memory_gib == 80
+    for gpu in GPUS.values():
+        assert 0.5 * gpu.peak_tflops < gpu.matrix_flops(8192) / 1e12 < 0.9 * gpu.peak_tflops
+        assert gpu.attention_flops(2048, causal=True) < gpu.attention_flops(2048, causal=False)
+    with pytest.raises(SettingsError, match="gpu: expected one of v100"):
+        replace(find_cluster("p4d.24xlarge"), gpu="abacus")
 
 
 def test_a_cluster_from_a_file(tmp_path: Path) -> None:

@@ -22,10 +22,42 @@ def test_every_size_has_the_parameters_it_says(name: str) -> None:
     assert sum(param.numel() for param in model.parameters()) == GPT_SIZES[name].num_parameters
 
 
-@pytest.mark.parametrize(("name", "billions"), [("gpt-124m", 0.124), ("gpt-1.3b", 1.31), ("gpt-3.6b", 3.63)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt-124m", 0.124),
+        ("gpt-1.3b", 1.31),
+        ("gpt-3.6b", 3.63),
+        ("bert-10b", 10.15),
+        ("roberta-10b", 10.25),
+        ("bert-15b", 15.1),
+        ("bert-20b", 20.5),
+        ("roberta-20b", 20.0),
+        ("gpt2-20b", 20.0),
+        ("bert-50b", 50.5),
+        ("roberta-50b", 50.8),
+        ("gpt-100b", 101.7),
+        ("gpt-175b", 175.2),
+        ("gpt-1t", 1059.0),
+    ],
+)
 def test_names_tell_the_truth(name: str, billions: float) -> None:
     """A size's name is its number of parameters."""
     assert GPT_SIZES[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_one_table_for_planner_and_bench() -> None:
+    """The same name is the same model, whole; 16-bit matrix kernels need sizes that are multiples of 8."""
+    from mics.bench.models import BENCH_MODELS
+    from mics.cost.shapes import named_shape
+
+    for name, config in GPT_SIZES.items():
+        benched, planned = BENCH_MODELS[name].config, named_shape(name)
+        assert (benched.num_layers, benched.hidden_size) == (config.num_layers, config.hidden_size)
+        assert (planned.num_blocks, planned.vocab_size) == (config.num_layers, benched.vocab_size)
+        assert planned.seq_len == benched.seq_len
+        assert planned.num_parameters == pytest.approx(config.num_parameters, rel=4e-4)
+        assert config.vocab_size % 8 == 0
 
 
 def test_flops_match_what_torch_counts() -> None:

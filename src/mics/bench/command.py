@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,9 @@ import torch
 from rich.console import Console
 
 import mics
+from mics.bench.clock import measure_clocks
 from mics.bench.config import BenchConfig, EmulateConfig
+from mics.bench.depths import with_whole_models
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
@@ -37,6 +40,7 @@ from mics.bench.systems import SYSTEMS
 from mics.bench.table import markdown_table, terminal_table
 from mics.bench.worker import work
 from mics.cost.clusters import Cluster, find_cluster
+from mics.cost.gpus import find_gpu
 from mics.errors import SettingsError
 from mics.layout.topology import check_partition_size
 from mics.train.hardware import peak_tflops
@@ -54,10 +58,9 @@ def bench(args: Sequence[str]) -> int:
     config.check()
     require("plot", "the picture of a comparison")
     _make_folder(config.out)
+    runs = interleave(config.systems, _rows(config), repeats=config.repeats, record=config.on == "emulated")
     plan = RunPlan(
-        runs=interleave(
-            config.systems, _rows(config), repeats=config.repeats, record=config.on == "emulated"
-        ),
+        runs=_on_clocks(runs, config.training.as_gpu),
         num_warmup_steps=config.warmup,
         num_steps=config.steps,
         folder=str(config.out.resolve()),
@@ -74,7 +77,7 @@ def bench(args: Sequence[str]) -> int:
                 outcomes = supervise(plan, launcher, timeout=config.timeout, show=work, cwd=cwd)
         finally:
             signal.signal(signal.SIGTERM, before)
-    rows = summarise(plan.runs, outcomes, _peak())
+    rows = summarise(*with_whole_models(plan.runs, outcomes), _peak())
     return _publish(rows, config, shlex.join(["mics", "bench", *args]))
 
 
@@ -85,23 +88,32 @@ def emulate(args: Sequence[str]) -> int:
     require("plot", "the picture of a step")
     _make_folder(config.out)
     cluster = find_cluster(config.cluster)
-    job = config.training.job(config.partition_size, cluster.world_size)
+    jobs = config.training.jobs(config.partition_size, cluster.world_size)
     check_partition_size(config.partition_size, cluster.world_size)
-    run = Run(
-        number=0,
-        system=config.system,
-        job=job,
-        world_size=cluster.world_size,
-        cluster=cluster,
-        record=True,
-    )
+    runs = interleave([config.system], [(job, cluster) for job in jobs], repeats=1, record=True)
     plan = RunPlan(
-        runs=(run,), num_warmup_steps=config.warmup, num_steps=config.steps, folder=str(config.out.resolve())
+        runs=_on_clocks(runs, config.training.as_gpu),
+        num_warmup_steps=config.warmup,
+        num_steps=config.steps,
+        folder=str(config.out.resolve()),
     )
     Console(stderr=True).print(f"{config.system} as rank 0 of {cluster.world_size:,} ({config.cluster}) ...")
-    (row,) = summarise(plan.runs, [measure(run, plan)], _peak())
-    batch = batch_of(job, cluster.world_size, asked_tokens=config.training.global_batch_tokens)
-    return print_report(row, batch, config.out, Console())
+    outcomes = [measure(run, plan) for run in plan.runs]
+    row, *depths = summarise(*with_whole_models(plan.runs, outcomes), _peak())
+    batch = batch_of(row.run.job, cluster.world_size, asked_tokens=config.training.global_batch_tokens)
+    status = print_report(row, batch, config.out, Console())
+    if depths and not status:
+        Console(width=None if sys.stdout.isatty() else 220).print(terminal_table([row, *depths], title=""))
+    return status
+
+
+def _on_clocks(runs: tuple[Run, ...], as_gpu: str | None) -> tuple[Run, ...]:
+    """The runs in the time of another GPU, if that is asked for."""
+    if as_gpu is None:
+        return runs
+    jobs = [(run.job, find_gpu(as_gpu, run.cluster.gpu).name) for run in runs if run.cluster is not None]
+    clocks = measure_clocks(jobs)
+    return tuple(replace(run, clock=clock) for run, clock in zip(runs, clocks, strict=True))
 
 
 def _leave(number: int, frame: object) -> None:
@@ -120,7 +132,7 @@ def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | int]]:
     places: list[Cluster | int] = [_num_ranks(config)]
     if config.on == "emulated":
         places = [find_cluster(name) for name in config.cluster]
-    rows = []
+    rows: list[tuple[Job, Cluster | int]] = []
     for place in places:
         world_size, node_size = (
             (place, _ranks_per_node(config))
@@ -132,7 +144,7 @@ def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | int]]:
                 raise SettingsError(f"--partition-size: expected a number, node or world, found {text!r}")
             size = {"node": node_size, "world": world_size}.get(text) or int(text)
             check_partition_size(size, world_size)
-            rows.append((config.training.job(size, world_size), place))
+            rows += [(job, place) for job in config.training.jobs(size, world_size)]
     return rows
 
 
@@ -210,7 +222,7 @@ def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
     console.print(terminal_table(rows, title=title))
     said = [*_batches(rows, config), *verdict(rows)]
     clusters = [row.run.cluster for row in rows if row.run.cluster is not None]
-    said += caveats(clusters, rows[0].run.job.device) if clusters else []
+    said += caveats(clusters, rows[0].run.job.device, [row.run.clock for row in rows]) if clusters else []
     for line in said:
         console.print(line, markup=False, highlight=False)
     text = _document(rows, title, command, said)
@@ -238,7 +250,8 @@ def _title(rows: list[Row], config: BenchConfig) -> str:
     device = rows[0].run.job.device
     clusters = [row.run.cluster for row in rows if row.run.cluster is not None]
     if clusters:
-        return f"{config.training.model}, {emulated_title(clusters, device)}"
+        clocks = [row.run.clock for row in rows]
+        return f"{config.training.model}, {emulated_title(clusters, device, clocks)}"
     ranks = plural(rows[0].world_size, "real rank")
     if config.on == "namespace":
         ranks += f" on {plural(config.hosts, 'namespace host')} with uplinks of {config.rate}"

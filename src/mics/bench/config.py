@@ -9,10 +9,12 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from mics.bench.depths import two_depths
 from mics.bench.job import DType, Job
 from mics.bench.models import BENCH_MODELS
 from mics.bench.systems import SYSTEMS
 from mics.cost.clusters import PRESETS
+from mics.cost.gpus import formats_of
 from mics.emulator import Imagined
 from mics.errors import SettingsError
 from mics.utils.global_batch import AskedBatch
@@ -56,6 +58,12 @@ class Training:
     """Dtype of gradients in communication."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where rank 0 computes; auto: on a GPU if there is one."""
+    layers: int | None = None
+    """Run half of so many blocks, then all of them, and scale to the whole model from the two; unset: run the
+    whole model."""
+    as_gpu: Literal["v100", "a100", "h100"] | None = None
+    """Show times of this GPU: how much faster this device computes the model is measured, and the cluster's
+    links follow (emulated clusters); unset: times of this device."""
 
     def num_accumulation_steps(self, micro_batch: int, seq_len: int, world_size: int) -> int:
         """Given, or what a global batch comes to on so many ranks."""
@@ -71,6 +79,23 @@ class Training:
         because = f"micro-batch {micro_batch} on {world_size:,} ranks"
         return asked.fit(seq_len=seq_len, multiple=multiple, because=because).num_sequences // multiple
 
+    def _param_dtype(self, device: str) -> DType:
+        """Given, or the usual one of the GPU whose time is shown: a V100 has no bfloat16."""
+        formats = formats_of(self.as_gpu or "")
+        if self.param_dtype is None:
+            return "float32" if device == "cpu" else "bfloat16" if "bfloat16" in formats else "float16"
+        if self.param_dtype not in ("float32", *formats):
+            raise SettingsError(
+                f"--param-dtype: expected {' or '.join(formats)} or float32, which {self.as_gpu} has, "
+                f"found {self.param_dtype}; leave it out"
+            )
+        return self.param_dtype
+
+    def jobs(self, partition_size: int, world_size: int) -> tuple[Job, ...]:
+        """One job, or with ``layers`` that of half of them and that of all."""
+        job = self.job(partition_size, world_size)
+        return (job,) if self.layers is None else two_depths(job, self.layers)
+
     def job(self, partition_size: int, world_size: int) -> Job:
         """The same as a job for the systems, on so many ranks."""
         if self.model not in BENCH_MODELS:
@@ -79,7 +104,7 @@ class Training:
         device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda" and not torch.cuda.is_available():
             raise SettingsError("--device cuda: expected a CUDA device, found none; leave it out or say cpu")
-        default: DType = "bfloat16" if device == "cuda" else "float32"
+        dtype = self._param_dtype(device)
         seq_len = found.config.seq_len if self.seq_len is None else self.seq_len
         micro_batch = found.micro_batch if self.micro_batch is None else self.micro_batch
         try:
@@ -89,7 +114,7 @@ class Training:
                 micro_batch=micro_batch,
                 accumulation=self.num_accumulation_steps(micro_batch, seq_len, world_size),
                 checkpoint=found.checkpoint if self.checkpoint is None else self.checkpoint,
-                param_dtype=default if self.param_dtype is None else self.param_dtype,
+                param_dtype=dtype,
                 reduce_dtype=self.reduce_dtype,
                 device="cuda" if device == "cuda" else "cpu",
                 offload=self.offload,
@@ -140,6 +165,10 @@ class BenchConfig:
         for name in ("cluster", "partition_size"):
             if not getattr(self, name):
                 raise SettingsError(f"--{name.replace('_', '-')}: expected at least one, found none")
+        if self.on != "emulated" and self.training.as_gpu is not None:
+            raise SettingsError(
+                f"--as-gpu: expected --on emulated, found {self.on}: real links have one speed"
+            )
         _check_counts(self, warmup=0, steps=1, repeats=1, hosts=1)
         if self.ranks is not None:
             _check_counts(self, ranks=1)

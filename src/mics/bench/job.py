@@ -8,10 +8,10 @@ import torch
 from mics.emulator import Imagined
 from mics.models import GPTConfig
 
-DType = Literal["float32", "bfloat16"]
+DType = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 
-_TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,17 @@ class Job:
     """Activations are offloaded to host memory."""
     imagined: Imagined = "different"
     """What the other ranks of an emulated cluster hold of the parameters."""
+    whole_layers: int | None = None
+    """Blocks of the whole model, of which ``model`` has some; None: it is whole."""
 
     def __post_init__(self) -> None:
         for name in ("partition_size", "micro_batch", "accumulation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.whole_layers is not None and not self.model.num_layers <= self.whole_layers:
+            raise ValueError(
+                f"whole_layers: expected at least {self.model.num_layers}, found {self.whole_layers}"
+            )
         for name, allowed in (
             ("param_dtype", get_args(DType)),
             ("reduce_dtype", get_args(DType)),
@@ -64,6 +70,11 @@ class Job:
     def param(self) -> torch.dtype:
         """``param_dtype`` as torch names it."""
         return _TORCH_DTYPES[self.param_dtype]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Small gradients vanish in float16: a GradScaler keeps them."""
+        return self.param is torch.float16
 
     @property
     def reduce(self) -> torch.dtype:

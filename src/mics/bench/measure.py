@@ -33,7 +33,12 @@ def measure(run: Run, plan: RunPlan, *, systems: Mapping[str, System] = SYSTEMS)
     )
     _forget(device)
     try:
-        around = nullcontext() if run.cluster is None else emulate(run.cluster, imagined=run.job.imagined)
+        dilation = 1.0 if run.clock is None else run.clock.factor
+        around = (
+            nullcontext()
+            if run.cluster is None
+            else emulate(run.cluster, imagined=run.job.imagined, dilation=dilation)
+        )
         with around as emulation:
             return _measure(run, plan, systems[run.system], device, emulation)
     except SystemUnavailable as error:
@@ -73,7 +78,7 @@ def _measure(
     sent_after = sent_nbytes()  # before the exchanges below
     outcome = Outcome(
         number=run.number,
-        step_seconds=_slowest(step_seconds),
+        step_seconds=_slowest([_dilation(emulation) * seconds for seconds in step_seconds]),
         losses=_means(losses),
         same_start=trainer.same_start,
         tokens_per_step=job.micro_batch * job.accumulation * job.model.seq_len,
@@ -91,6 +96,11 @@ def _measure(
         )
     trainer.close()
     return outcome
+
+
+def _dilation(emulation: Emulation | None) -> float:
+    """Seconds of the GPU whose time is shown in one of this device."""
+    return 1.0 if emulation is None else emulation.dilation
 
 
 def _look_inside(
@@ -111,6 +121,7 @@ def _look_inside(
         device,
         partition_size=system.partition_size(run.job, run.world_size),
     )
+    timeline = timeline.dilated(emulation.dilation)
     found = exposure(timeline, collectives, emulation.cluster.ranks_per_node)
     name = run.row.replace("/", "_").replace(":", "x")
     title, subtitle = step_title(run, system), step_subtitle(run)

@@ -1,4 +1,4 @@
-"""Models to compare systems on, with the micro-batch that goes with each.
+"""Models to compare systems on, with the micro-batch that goes with each: those of `mics.models`, whole.
 
 Positions are learned, as in GPT-2 and BERT: without a fused kernel, rotary ones are tens of milliseconds that
 say nothing about the systems.
@@ -21,67 +21,31 @@ class BenchModel:
     about: str
 
 
-BENCH_MODELS: Final = MappingProxyType(
-    {
-        "gpt-tiny": BenchModel(
-            config=GPTConfig(
-                num_layers=4, num_heads=4, hidden_size=256, vocab_size=2048, seq_len=64, rotary=False
-            ),
-            micro_batch=1,
-            checkpoint=False,
-            about="4 M parameters: the network decides",
-        ),
-        "gpt-small": BenchModel(
-            config=GPTConfig(
-                num_layers=8, num_heads=8, hidden_size=512, vocab_size=4096, seq_len=64, rotary=False
-            ),
-            micro_batch=1,
-            checkpoint=False,
-            about="29 M parameters, for CPUs",
-        ),
-        "gpt-118m": BenchModel(
-            config=GPTConfig(
-                num_layers=8, num_heads=16, hidden_size=1024, vocab_size=8192, seq_len=256, rotary=False
-            ),
-            micro_batch=1,
-            checkpoint=False,
-            about="118 M parameters, for several ranks on one GPU",
-        ),
-        "gpt-3.6b": BenchModel(
-            config=replace(GPT_SIZES["gpt-3.6b"], rotary=False),
-            micro_batch=4,
-            checkpoint=True,
-            about="hidden 4096, 16 layers, sequence 2048",
-        ),
-        "gpt-20b": BenchModel(
-            config=replace(
-                GPT_SIZES["gpt-3.6b"], num_layers=24, num_heads=64, hidden_size=8192, rotary=False
-            ),
-            micro_batch=4,
-            checkpoint=True,
-            about="hidden 8192, 24 layers, sequence 2048",
-        ),
-        "bert-10b": BenchModel(
-            config=GPTConfig(
-                num_layers=24,
-                num_heads=40,
-                hidden_size=2560,
-                vocab_size=32128,
-                seq_len=512,
-                causal=False,
-                rotary=False,
-            ),
-            micro_batch=8,
-            checkpoint=True,
-            about="blocks of BERT 10B: 24 of its 127 layers",
-        ),
-        "gpt-100b": BenchModel(
-            config=replace(
-                GPT_SIZES["gpt-3.6b"], num_layers=4, num_heads=80, hidden_size=10240, rotary=False
-            ),
-            micro_batch=1,
-            checkpoint=True,
-            about="blocks of a 100 B GPT: 4 of its 80 layers",
-        ),
-    }
-)
+_SMALL: Final = {
+    "nano": "0.4 M parameters",
+    "gpt-tiny": "4 M parameters: the network decides",
+    "gpt-small": "29 M parameters, for CPUs",
+    "gpt-118m": "118 M parameters, for several ranks on one GPU",
+}
+# Sequences of a micro-step where four are not usual: 8 of the publications' 512 tokens, 8 of the trillion.
+_MICRO_BATCH: Final = {name: 8 for name, config in GPT_SIZES.items() if config.seq_len == 512} | {
+    "gpt-66b": 1,
+    "gpt-100b": 1,
+    "gpt-175b": 1,
+    "gpt-530b": 1,
+    "gpt-1t": 8,
+}
+
+
+def _model(name: str, config: GPTConfig) -> BenchModel:
+    small = name in _SMALL
+    about = f"hidden {config.hidden_size}, {config.num_layers} layers, sequence {config.seq_len}"
+    return BenchModel(
+        config=replace(config, rotary=False),
+        micro_batch=1 if small else _MICRO_BATCH.get(name, 4),
+        checkpoint=not small,
+        about=_SMALL[name] if small else about,
+    )
+
+
+BENCH_MODELS: Final = MappingProxyType({name: _model(name, config) for name, config in GPT_SIZES.items()})

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mics.bench.clock import Clock
 from mics.bench.job import Job
 from mics.bench.timeline import Exposure
 from mics.cost.clusters import Cluster, Link
@@ -27,12 +28,25 @@ class Run:
     """The cluster to emulate; None on real ranks."""
     record: bool = False
     """Also look into one step: where its time goes (emulated clusters)."""
+    clock: Clock | None = None
+    """Of the GPU whose time is shown; None: this device's own."""
+    scaled_from: tuple[int, ...] = ()
+    """Nobody ran it: it is what runs of so many blocks come to."""
+
+    @property
+    def blocks(self) -> str:
+        """How much of the model ran; empty: all of it."""
+        layers = self.job.model.num_layers
+        if self.scaled_from:
+            return f"{layers}, scaled from {' and '.join(map(str, self.scaled_from))} of {layers} blocks"
+        return "" if self.job.whole_layers is None else f"{layers} of {self.job.whole_layers} blocks"
 
     @property
     def row(self) -> str:
         """Runs of one row of the table are repeats of each other."""
         where = "ranks" if self.cluster is None else f"{self.cluster.name}:{self.cluster.num_nodes}"
-        return f"{where}/{self.job.partition_size}/{self.job.accumulation}/{self.system}"
+        depth = "" if self.job.whole_layers is None else f"/{self.job.model.num_layers}-blocks"
+        return f"{where}/{self.job.partition_size}/{self.job.accumulation}/{self.system}{depth}"
 
     @property
     def title(self) -> str:
@@ -40,7 +54,7 @@ class Run:
         where = "" if self.cluster is None else f" of {self.cluster.name}, emulated"
         return (
             f"{self.system} on {self.world_size:,} ranks{where}, partition size {self.job.partition_size}, "
-            f"{plural(self.job.accumulation, 'accumulation step')}"
+            f"{plural(self.job.accumulation, 'accumulation step')}{self.blocks and f', {self.blocks}'}"
         )
 
 
@@ -68,8 +82,14 @@ def _run(found: dict[str, Any]) -> Run:
     if cluster is not None:
         links = {link: Link(**cluster[link]) for link in ("intra", "inter")}
         cluster = Cluster(**{**cluster, **links})
-    job = Job(**{**found["job"], "model": GPTConfig(**found["job"]["model"])})
-    return Run(**{**found, "job": job, "cluster": cluster})
+    clock = None if found["clock"] is None else Clock.of(found["clock"])
+    read = {"job": job_from(found["job"]), "cluster": cluster, "clock": clock}
+    return Run(**{**found, **read, "scaled_from": tuple(found["scaled_from"])})
+
+
+def job_from(found: dict[str, Any]) -> Job:
+    """A job from what ``dataclasses.asdict`` made of it."""
+    return Job(**{**found, "model": GPTConfig(**found["model"])})
 
 
 @dataclass(frozen=True, kw_only=True)

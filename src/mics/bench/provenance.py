@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from mics.bench.clock import Clock
 from mics.bench.job import Device, Job
 from mics.bench.plan import Run
 from mics.bench.systems import System
@@ -27,12 +28,16 @@ def device_name(device: Device) -> str:
     return f"a CPU ({platform.machine()}, {plural(os.cpu_count() or 1, 'core')})"
 
 
-def emulated_title(clusters: Sequence[Cluster], device: Device) -> str:
+def emulated_title(
+    clusters: Sequence[Cluster], device: Device, clocks: Sequence[Clock | None] = (None,)
+) -> str:
     """``emulated p4d.24xlarge:64 on one NVIDIA H200: rank 0 computes really, the network is simulated``."""
     names = dict.fromkeys(f"{cluster.name}:{cluster.num_nodes}" for cluster in clusters)
+    gpus = dict.fromkeys(clock.title for clock in clocks if clock is not None)
+    whose = f", times are those of {listed(list(gpus))}" if gpus else ""
     return (
         f"emulated {listed(list(names))} on {device_name(device)}: rank 0 computes really, the network is "
-        "simulated"
+        f"simulated{whose}"
     )
 
 
@@ -68,12 +73,16 @@ def computed_by(run: Run) -> str:
     name = device_name(run.job.device)
     if run.cluster is None:
         return f"Computed by {name}."
-    return f"{name[0].upper()}{name[1:]} computes as rank 0; the network is simulated."
+    clock = run.clock
+    speed = "" if clock is None else f", on the clock of {clock.title}"
+    return f"{name[0].upper()}{name[1:]} computes as rank 0{speed}; the network is simulated."
 
 
 def step_subtitle(run: Run) -> str:
     """``A GPT of 3.64 B parameters. One NVIDIA H200 computes as rank 0; the network is simulated.``"""
-    return f"A GPT of {count(run.job.model.num_parameters)} parameters. {computed_by(run)}"
+    kind = "GPT" if run.job.model.causal else "BERT"
+    blocks = f" ({run.blocks})" if run.blocks else ""
+    return f"A {kind} of {count(run.job.model.num_parameters)} parameters{blocks}. {computed_by(run)}"
 
 
 def comparison_title(model: str, runs: Sequence[Run]) -> str:
@@ -90,8 +99,13 @@ def comparison_title(model: str, runs: Sequence[Run]) -> str:
     return f"{model} on {where}, {partition} {listed([f'{size:,}' for size in sizes])}"
 
 
-def caveats(clusters: Sequence[Cluster], device: Device) -> list[str]:
-    """What must not be read out of figures that another device has computed."""
+def caveats(
+    clusters: Sequence[Cluster], device: Device, clocks: Sequence[Clock | None] = (None,)
+) -> list[str]:
+    """What must not be read out of figures that another device has computed, or whose clock they are on."""
+    told = dict.fromkeys(line for clock in clocks if clock is not None for line in clock.lines())
+    if told:
+        return list(told)
     if device == "cpu":
         names = listed(list(dict.fromkeys(cluster.name for cluster in clusters)))
         return [

@@ -23,7 +23,7 @@ def print_report(row: Row, batch: GlobalBatch, folder: Path, console: Console) -
     assert exposure is not None
     assert row.run.cluster is not None
     median, low, high = map(milliseconds, row.step_seconds)
-    where = emulated_title([row.run.cluster], row.run.job.device)
+    where = emulated_title([row.run.cluster], row.run.job.device, [row.run.clock])
     console.print(f"{row.run.title}\n{where}\n{batch}", markup=False, highlight=False)
     table = Table(show_header=False)
     table.add_column(style="bold")
@@ -53,7 +53,7 @@ def print_report(row: Row, batch: GlobalBatch, folder: Path, console: Console) -
         table.add_row("peak reserved", memory(outcome.peak_reserved_nbytes))
         table.add_row("allocator retries", str(outcome.num_alloc_retries))
     console.print(table)
-    for line in caveats([row.run.cluster], row.run.job.device):
+    for line in caveats([row.run.cluster], row.run.job.device, [row.run.clock]):
         console.print(line, markup=False, highlight=False)
     console.print(
         f"{folder}: *.trace.json (open in ui.perfetto.dev) and *.timeline.png", markup=False, highlight=False

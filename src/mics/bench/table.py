@@ -51,7 +51,7 @@ def _uplink(row: Row) -> str | None:
 
 def _uplink_ratio(row: Row) -> str | None:
     nbytes = row.median(lambda found: found.uplink_nbytes)
-    size = 2 if row.run.job.param_dtype == "bfloat16" else 4
+    size = row.run.job.param.itemsize
     return None if nbytes is None else f"{nbytes / (size * row.run.job.model.num_parameters):.2f}"
 
 
@@ -82,6 +82,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Row], str | None]], ...]] = (
     ("reserved GiB", _gib("peak_reserved_nbytes")),
     ("retries", lambda row: _count(row.median(lambda found: found.num_alloc_retries))),
     ("last loss", lambda row: f"{row.good[0].losses[-1]:.5f}" if row.run.cluster is None else None),
+    ("blocks", lambda row: row.run.blocks or None),
 )
 
 

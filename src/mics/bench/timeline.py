@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
@@ -56,6 +56,14 @@ class Timeline:
 
     seconds: float
     lanes: dict[str, list[Segment]]
+
+    def dilated(self, dilation: float) -> Timeline:
+        """The same on a clock that counts so many seconds for one of this."""
+        lanes = {
+            lane: [replace(each, start=dilation * each.start, end=dilation * each.end) for each in found]
+            for lane, found in self.lanes.items()
+        }
+        return Timeline(seconds=dilation * self.seconds, lanes=lanes)
 
     def busy(self, lane: str) -> list[Interval]:
         return union((found.start, found.end) for found in self.lanes[lane])

@@ -14,7 +14,8 @@ listed in planner/hardware.py. Put your own in a file::
     memory_nbytes: 151e9                                           # and of one rank's memory: bytes,
     memory_bandwidth: 4.8e12                                       # bytes a second,
     host_nbytes: 2e12                                              # of a node's own memory,
-    host_bandwidth: 55e9                                           # and of copies to it, each way
+    host_bandwidth: 55e9                                           # and of copies to it, each way;
+    gpu: h100                                                      # a name of cost/gpus.py: formats it has
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from mics.cost.gpus import GPUS, Gpu
 from mics.errors import SettingsError
 from mics.utils.extras import require
 
@@ -75,6 +77,7 @@ class Cluster:
     memory_bandwidth: float = 0.0  # bytes a second, of that memory; 0: not known
     host_nbytes: float = 0.0  # of a node's own memory; 0: not known
     host_bandwidth: float = 0.0  # bytes a second between a rank's device and it, each way; 0: not known
+    gpu: str = ""  # a name of cost/gpus.py, which knows what else it does; empty: not known
 
     def __post_init__(self) -> None:
         for field in ("num_nodes", "ranks_per_node"):
@@ -86,6 +89,8 @@ class Cluster:
             value = getattr(self, field)
             if not value >= 0:
                 raise SettingsError(f"{field}: expected a number from 0, found {value!r}")
+        if self.gpu and self.gpu not in GPUS:
+            raise SettingsError(f"gpu: expected one of {', '.join(GPUS)}, found {self.gpu!r}; leave it out")
 
     @property
     def world_size(self) -> int:
@@ -113,28 +118,7 @@ def _infiniband(gbit_per_second: float) -> Link:
     return Link(bandwidth=gbit_per_second * _GBIT, latency=5e-6, ramp_nbytes=_NETWORK_RAMP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Gpu:
-    """Of a data sheet, but for what is reached of it.
-
-    ``tflops``: by large matrices, about 60 to 80% of the peak. ``host_gbs``: by copies to the host and back,
-    about 85% of a PCIe slot of 16 lanes.
-    """
-
-    tflops: float
-    peak_tflops: float  # 16-bit formats, dense
-    memory_gib: float
-    memory_tbs: float
-    host_gbs: float
-
-
-_V100: Final = _Gpu(tflops=90, peak_tflops=125, memory_gib=32, memory_tbs=0.9, host_gbs=13.5)
-_A100_40: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=40, memory_tbs=1.555, host_gbs=27)
-_A100_80: Final = _Gpu(tflops=240, peak_tflops=312, memory_gib=80, memory_tbs=2.039, host_gbs=27)
-_H100: Final = _Gpu(tflops=650, peak_tflops=989, memory_gib=80, memory_tbs=3.35, host_gbs=55)
-
-
-def _node(name: str, intra: Link, inter: Link, gpu: _Gpu, *, host_gib: float = 0.0) -> Cluster:
+def _node(name: str, intra: Link, inter: Link, gpu: Gpu, *, host_gib: float = 0.0) -> Cluster:
     return Cluster(
         name=name,
         num_nodes=1,
@@ -147,6 +131,7 @@ def _node(name: str, intra: Link, inter: Link, gpu: _Gpu, *, host_gib: float = 0
         memory_bandwidth=gpu.memory_tbs * 1e12,
         host_nbytes=host_gib * 2**30,
         host_bandwidth=gpu.host_gbs * 1e9,
+        gpu=gpu.name,
     )
 
 
@@ -155,15 +140,17 @@ PRESETS: Final = MappingProxyType(
         node.name: node
         for node in (
             # 8 V100 32 GB, NVLink 300 GB/s a GPU, 100 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p3
-            _node("p3dn.24xlarge", _nvlink(300), _efa(100), _V100, host_gib=768),
+            _node("p3dn.24xlarge", _nvlink(300), _efa(100), GPUS["v100"], host_gib=768),
             # 8 A100 40 GB, NVSwitch 600 GB/s a GPU, 400 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p4
-            _node("p4d.24xlarge", _nvlink(600), _efa(400), _A100_40, host_gib=1152),
+            _node("p4d.24xlarge", _nvlink(600), _efa(400), GPUS["a100-40gb"], host_gib=1152),
             # The same with A100 80 GB.
-            _node("p4de.24xlarge", _nvlink(600), _efa(400), _A100_80, host_gib=1152),
+            _node("p4de.24xlarge", _nvlink(600), _efa(400), GPUS["a100"], host_gib=1152),
+            # 8 A100 40 GB, NVSwitch 600 GB/s a GPU, 8 ConnectX-6 of 200 Gbit/s: NVIDIA DGX A100 (320 GB)
+            _node("dgx-a100", _nvlink(600), _infiniband(1600), GPUS["a100-40gb"], host_gib=1024),
             # 8 H100 80 GB, NVSwitch 900 GB/s a GPU, 3200 Gbit/s EFA: aws.amazon.com/ec2/instance-types/p5
-            _node("p5.48xlarge", _nvlink(900), _efa(3200), _H100, host_gib=2048),
+            _node("p5.48xlarge", _nvlink(900), _efa(3200), GPUS["h100"], host_gib=2048),
             # 8 H100 80 GB, NVLink 900 GB/s a GPU, 8 ConnectX-7 of 400 Gbit/s: NVIDIA DGX H100 data sheet
-            _node("dgx-h100", _nvlink(900), _infiniband(3200), _H100, host_gib=2048),
+            _node("dgx-h100", _nvlink(900), _infiniband(3200), GPUS["h100"], host_gib=2048),
         )
     }
 )
@@ -171,7 +158,7 @@ PRESETS: Final = MappingProxyType(
 
 _ORDINARY_NETWORK: Final = _efa(400)
 _ASSUMED: Final = {"V100": "p3dn.24xlarge", "A100": "p4d.24xlarge", "H100": "dgx-h100", "H200": "dgx-h100"}
-_ANY_GPU: Final = _node("gpus", _nvlink(300), _ORDINARY_NETWORK, _V100)
+_ANY_GPU: Final = replace(_node("gpus", _nvlink(300), _ORDINARY_NETWORK, GPUS["v100"]), gpu="")
 _THROUGH_THE_HOST: Final = Link(bandwidth=2e9, latency=50e-6)
 _ANY_CPU: Final = Cluster(
     name="cpus",

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mics.cost.clusters import Cluster, Link
@@ -64,6 +64,12 @@ class Cost:
             inter_seconds=self.inter_seconds + other.inter_seconds,
             intra_nbytes=self.intra_nbytes + other.intra_nbytes,
             inter_nbytes=self.inter_nbytes + other.inter_nbytes,
+        )
+
+    def divided(self, dilation: float) -> Cost:
+        """The same bytes in so many times less time."""
+        return replace(
+            self, intra_seconds=self.intra_seconds / dilation, inter_seconds=self.inter_seconds / dilation
         )
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from mics.errors import SettingsError
-from mics.models import GPT_SIZES, GPTConfig
+from mics.models import GPT_SIZES, PUBLISHED_SIZES, GPTConfig
 
 UnitKind = Literal["block", "embedding", "head", "other"]
 _BLOCK_SAVED: Final = 16  # x hidden: input, two norms, qkv (3), attention, residual, up (4), its GELU (4)
@@ -191,42 +191,14 @@ def shape_of_config(
     )
 
 
-def _published(
-    num_layers: int, hidden_size: int, num_heads: int, seq_len: int, vocab_size: int = _FULL_VOCABULARY
-) -> GPTConfig:
-    return GPTConfig(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        rotary=False,
-    )
-
-
-_PUBLISHED: Final = {
-    "bert-10b": _published(127, 2560, 40, 512, 32008),
-    "bert-15b": _published(190, 2560, 40, 512, 32008),
-    "bert-20b": _published(64, 5120, 40, 512, 32008),
-    "bert-50b": _published(62, 8192, 64, 512, 32008),
-    "gpt-20b": _published(24, 8192, 64, 2048),
-    "gpt-30b": _published(48, 7168, 56, 2048),
-    "gpt-66b": _published(64, 9216, 72, 2048),
-    "gpt-100b": _published(80, 10240, 80, 2048),
-    "gpt-175b": _published(96, 12288, 96, 2048),
-    "gpt-530b": _published(105, 20480, 128, 2048),
-    "gpt-1t": _published(210, 20480, 160, 1024, 50264),
-}
-NAMES: Final = (*GPT_SIZES, *_PUBLISHED)
+NAMES: Final = tuple(GPT_SIZES)
 """Every named size, from small to large by kind."""
 
 
 def named_shape(name: str, *, seq_len: int | None = None) -> ModelShape:
     """A model by name."""
     if name in GPT_SIZES:
-        return shape_of_config(name, GPT_SIZES[name], seq_len=seq_len)
-    if name in _PUBLISHED:
-        return shape_of_config(name, _PUBLISHED[name], seq_len=seq_len, biases=True)
+        return shape_of_config(name, GPT_SIZES[name], seq_len=seq_len, biases=name in PUBLISHED_SIZES)
     near = get_close_matches(name, NAMES, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}? Known: " if near else "known: "
     raise SettingsError(

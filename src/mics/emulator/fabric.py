@@ -43,6 +43,7 @@ class Fabric:
         self.cluster = cluster
         self.free = False  # collectives take no time
         self.imagined: Imagined = "different"
+        self.dilation = 1.0  # seconds of the cluster in one of this machine
         self._host = HostLinks()
         self._device: DeviceLinks | None = None
         self._host_log: deque[tuple[EmulatedCall, Times]] = deque(maxlen=CAPACITY)
@@ -54,7 +55,7 @@ class Fabric:
         )  # when the host waited for a collective of the CPU
 
     def price(self, kind: Kind, span: Span, nbytes: int) -> Cost:
-        return FREE if self.free else cost(self.cluster, kind, span, nbytes)
+        return FREE if self.free else cost(self.cluster, kind, span, nbytes).divided(self.dilation)
 
     def on_host(
         self, call: EmulatedCall, write: Callable[[], None], outputs: list[Tensor], side: Executor | None

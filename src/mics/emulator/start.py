@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,11 @@ class Emulation:
     @property
     def cluster(self) -> Cluster:
         return self._fabric.cluster
+
+    @property
+    def dilation(self) -> float:
+        """Seconds of the cluster in one of this machine."""
+        return self._fabric.dilation
 
     def clear(self) -> None:
         """Forget the collectives so far."""
@@ -73,7 +79,11 @@ class Emulation:
 
 
 def emulate(
-    cluster: Cluster | str, *, timeout: timedelta = timedelta(minutes=10), imagined: Imagined = "different"
+    cluster: Cluster | str,
+    *,
+    timeout: timedelta = timedelta(minutes=10),
+    imagined: Imagined = "different",
+    dilation: float = 1.0,
 ) -> Emulation:
     """Make this process rank 0 of ``cluster``, a `Cluster` or what ``--cluster`` takes ("p4d.24xlarge:16").
 
@@ -81,7 +91,11 @@ def emulate(
     cluster's cost model gives and write plausible data; everything else is real. ``imagined`` is what
     other ranks hold of the parameters: something like what this one does, "copies" of it, or "zeros". A GPU
     multiplies the last two faster than real ones: they are there to compare with figures that were made so.
+    ``dilation``: how many times as fast this device computes as the cluster's own. Links are as many times
+    faster, so that computing and communicating keep their ratio; multiply the times that you measure with it.
     """
+    if not 0 < dilation < math.inf:
+        raise SettingsError(f"dilation: expected a number above 0, found {dilation!r}")
     found = find_cluster(cluster) if isinstance(cluster, str) else cluster
     if dist.is_initialized():
         raise SettingsError(
@@ -90,6 +104,7 @@ def emulate(
         )
     fabric = _arm(found)
     fabric.imagined = imagined
+    fabric.dilation = dilation
     dist.init_process_group(NAME, store=HashStore(), rank=0, world_size=found.world_size, timeout=timeout)
     return Emulation(fabric)
 

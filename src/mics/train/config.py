@@ -14,8 +14,12 @@ from mics.models import GPT_SIZES, GPTConfig
 from mics.utils.global_batch import AskedBatch
 from mics.utils.numbers import TokenCount
 
-# Written out because a type checker and ``--help`` need it; a test holds it equal to the table of sizes.
-ModelSize = Literal["nano", "gpt-124m", "gpt-350m", "gpt-1.3b", "gpt-3.6b", "gpt-6.7b", "gpt-13b"]
+# Written out because a type checker and ``--help`` need it; a test holds it equal to the table of sizes, of
+# which those predict the next token: BERT's see it.
+ModelSize = Literal[
+    "nano", "gpt-tiny", "gpt-small", "gpt-118m", "gpt-124m", "gpt-350m", "gpt-1.3b", "gpt-3.6b", "gpt-6.7b",
+    "gpt-13b", "gpt-20b", "gpt2-20b", "gpt-30b", "gpt-66b", "gpt-100b", "gpt-175b", "gpt-530b", "gpt-1t",
+]  # fmt: skip
 
 
 def _require(condition: bool, key: str, expected: str, found: object) -> None:

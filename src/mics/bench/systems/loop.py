@@ -46,6 +46,7 @@ class Loop:
         self._microsteps = microsteps
         self._clip = clip
         self._optimizer = optimizer or adamw(model, job)
+        self._scaler = torch.amp.GradScaler(job.device, enabled=job.scales_loss)
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         check_batches(self._job, batches)
@@ -54,12 +55,14 @@ class Loop:
             begin("forward", number)
             loss = self._model(tokens, targets) / len(batches)
             begin("backward", number)
-            loss.backward()
+            self._scaler.scale(loss).backward()
             losses.append(loss.detach())
         begin("optimizer")
         if self._job.max_norm is not None:
+            self._scaler.unscale_(self._optimizer)
             self._clip(self._model, self._job.max_norm)
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         self._optimizer.zero_grad()
         return torch.stack(losses).sum()
 

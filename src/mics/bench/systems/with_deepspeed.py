@@ -118,8 +118,11 @@ def _config(job: Job, sharding: dict[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": job.accumulation,
         "gradient_clipping": job.max_norm or 0.0,
         "bf16": {"enabled": job.param is torch.bfloat16},
+        "fp16": {"enabled": job.scales_loss},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": {"float32": "fp32", "bfloat16": "bf16"}[job.reduce_dtype],
+        "communication_data_type": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[
+            job.reduce_dtype
+        ],
         "zero_optimization": {
             "stage": 3,
             "overlap_comm": True,

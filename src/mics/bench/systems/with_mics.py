@@ -1,20 +1,30 @@
 """mics itself."""
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mics
 from mics.bench.job import Job
 from mics.bench.systems.loop import Loop, Microsteps
 from mics.bench.systems.start import device_of, materialise, meta_model
+from mics.cost.memory import Keeping
+from mics.cost.setting import Setting
+from mics.cost.shapes import shape_of_config
+from mics.emulator import emulated_cluster
 
 
 def build_mics(job: Job, *, microsteps: Microsteps = mics.microsteps, **settings: Any) -> Loop:
-    """With its defaults, or other ``settings`` of ``mics.shard``."""
+    """With its defaults, or other ``settings`` of ``mics.shard``.
+
+    Where only some blocks run, it gathers as far ahead and keeps as large a share as it would of all of them.
+    """
     model = meta_model(job, own_activations=True)
     if job.device == "cpu":
         # From meta, shards go to a GPU wherever the collectives reach one.
         materialise(model, device_of(job))
+    if job.whole_layers is not None:
+        settings.setdefault("prefetch", _prefetch_of_whole(job))
     mics.shard(
         model,
         partition_size=job.partition_size,
@@ -29,6 +39,26 @@ def build_mics(job: Job, *, microsteps: Microsteps = mics.microsteps, **settings
         **settings,
     )
     return Loop(job, model, microsteps=microsteps, clip=mics.clip_grad_norm_)
+
+
+def _prefetch_of_whole(job: Job) -> mics.Prefetch | Literal["auto"]:
+    """What the cost model says about the whole model: fewer blocks would leave memory that it has not."""
+    cluster = emulated_cluster()
+    if cluster is None:
+        return "auto"
+    assert job.whole_layers is not None
+    model = replace(job.model, num_layers=job.whole_layers)
+    whole = Setting(
+        model=shape_of_config("", model),
+        cluster=cluster,
+        partition_size=job.partition_size,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        activations=Keeping(checkpoint=job.checkpoint, offload=job.offload),
+        wire_nbytes=job.reduce.itemsize,
+    )
+    nbytes = job.model.num_parameters * job.param.itemsize
+    return mics.Prefetch(units=whole.depth, stay_nbytes=round(whole.staying_share * nbytes))
 
 
 build_mics_partition = partial(build_mics, optimizer_sharding="partition")

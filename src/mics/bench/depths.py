@@ -1,0 +1,114 @@
+"""A model that is too deep to run, from two runs of fewer of its blocks at their true width.
+
+What a block adds is the slope between the two depths: ``time(L) = a + b L``, and so for memory and for bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Final
+
+from mics.bench.job import Job
+from mics.bench.plan import Outcome, Run
+from mics.bench.timeline import Exposure
+from mics.errors import SettingsError
+
+_FLAT: Final = "--layers: expected {} blocks to take longer than {}, found no difference; raise it or --steps"
+
+
+def two_depths(job: Job, layers: int) -> tuple[Job, Job]:
+    """The job with half of ``layers`` blocks and with all of them."""
+    whole = job.model.num_layers
+    if layers < 2 or layers % 2 or layers >= whole:
+        raise SettingsError(
+            f"--layers: expected an even number from 2, below the model's {whole} blocks, found {layers}; "
+            "leave it out to run the whole model"
+        )
+    shallow, deep = (
+        replace(job, model=replace(job.model, num_layers=number), whole_layers=whole)
+        for number in (layers // 2, layers)
+    )
+    return shallow, deep
+
+
+def with_whole_models(
+    runs: Sequence[Run], outcomes: Sequence[Outcome]
+) -> tuple[tuple[Run, ...], list[Outcome]]:
+    """The whole models that runs of two depths come to, then the runs, the shallower ones first."""
+    wholes, shallow, deep = [], [], []
+    waiting: dict[tuple[object, ...], deque[tuple[Run, Outcome]]] = {}
+    for run, outcome in zip(runs, outcomes, strict=True):
+        layers = run.job.whole_layers
+        if layers is None:
+            return tuple(runs), list(outcomes)
+        its = waiting.setdefault((run.system, run.cluster, _whole(run.job)), deque())
+        if not its or its[0][0].job.model.num_layers == run.job.model.num_layers:
+            its.append((run, outcome))  # its deeper one comes later
+            continue
+        first, its_outcome = its.popleft()
+        depths = (first.job.model.num_layers, run.job.model.num_layers)
+        whole = replace(run, job=_whole(run.job), scaled_from=depths)
+        wholes.append((whole, _scaled(its_outcome, outcome, depths, layers)))
+        shallow.append((first, its_outcome))
+        deep.append((run, outcome))
+    found = [*wholes, *shallow, *deep]
+    return tuple(run for run, _ in found), [outcome for _, outcome in found]
+
+
+def _whole(job: Job) -> Job:
+    layers = job.whole_layers or job.model.num_layers
+    return replace(job, model=replace(job.model, num_layers=layers), whole_layers=None)
+
+
+def along(depths: tuple[int, int], layers: int, shallow: float, deep: float) -> float:
+    """The line through two depths, at a third; nothing is less than nothing."""
+    slope = (deep - shallow) / (depths[1] - depths[0])
+    return max(0.0, deep + (layers - depths[1]) * slope)
+
+
+def _scaled(shallow: Outcome, deep: Outcome, depths: tuple[int, int], layers: int) -> Outcome:
+    for outcome in (shallow, deep):
+        if outcome.error is not None:
+            return replace(deep, error=outcome.error)
+
+    def at(first: float | None, second: float | None) -> float | None:
+        return None if first is None or second is None else along(depths, layers, first, second)
+
+    def whole_number(name: str) -> int | None:
+        found = at(getattr(shallow, name), getattr(deep, name))
+        return None if found is None else round(found)
+
+    # The fastest with the fastest, the slowest with the slowest.
+    pairs = zip(sorted(shallow.step_seconds), sorted(deep.step_seconds), strict=True)
+    step_seconds = [along(depths, layers, *pair) for pair in pairs]
+    if statistics.median(step_seconds) <= statistics.median(deep.step_seconds):
+        return replace(deep, error=_FLAT.format(depths[1], depths[0]))
+    return replace(
+        deep,
+        step_seconds=step_seconds,
+        host_seconds=at(shallow.host_seconds, deep.host_seconds),
+        peak_allocated_nbytes=whole_number("peak_allocated_nbytes"),
+        peak_reserved_nbytes=whole_number("peak_reserved_nbytes"),
+        uplink_nbytes=whole_number("uplink_nbytes"),
+        exposure=_exposure(shallow.exposure, deep.exposure, depths, layers),
+    )
+
+
+def _exposure(
+    shallow: Exposure | None, deep: Exposure | None, depths: tuple[int, int], layers: int
+) -> Exposure | None:
+    if shallow is None or deep is None:
+        return None
+    values: dict[str, float | dict[str, float]] = {}
+    for item in fields(Exposure):
+        first, second = getattr(shallow, item.name), getattr(deep, item.name)
+        if isinstance(second, dict):
+            values[item.name] = {
+                key: along(depths, layers, first.get(key, 0.0), found) for key, found in second.items()
+            }
+        else:
+            values[item.name] = along(depths, layers, first, second)
+    return Exposure(**values)  # type: ignore[arg-type]
