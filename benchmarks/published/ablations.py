@@ -1,6 +1,6 @@
 """What each mechanism of the documents is worth: the engine's default, and the default with one taken away.
 
-    python -m benchmarks.published.ablations                # on one GPU in under four minutes, or on a CPU
+    python -m benchmarks.published.ablations                # on one GPU, or on a CPU
 
 One GPU computes as rank 0 of an emulated cluster, at the documents' settings. Where the engine has a setting,
 that is used. Where it has none, the old behaviour is put around it from outside:

@@ -1,6 +1,6 @@
 """The 1.06T model, whole, on one GPU: a complete step as rank 0 of 64 p4de nodes, activations offloaded.
 
-    python -m benchmarks.published.trillion                 # about seven minutes of one H200
+    python -m benchmarks.published.trillion
 
 All 210 layers at a batch of 8, one partition group of 512 GPUs. It shards the model, makes one step that is
 not timed, and then one that is: where its time goes, and the memory at every unit that is needed. On a CPU
