@@ -7,12 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from benchmarks import where_it_pays
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from mics.bench.systems import SYSTEMS
+from mics.cost.clusters import find_cluster
 from mics.utils.picture_style import DARK, LIGHT, THEMES, WORDS, Theme, picture, spread
 from tests.pictures import readable
 
@@ -95,3 +97,38 @@ def _draw_words(file: Path, at: float) -> None:
         axes.set_xlim(0, 1)
         axes.text(0.0, 0.5, "here")
         axes.text(at, 0.5, "many words").set_in_layout(False)
+
+
+def test_the_picture_of_where_it_pays(tmp_path: Path) -> None:
+    """A panel for each model and partition size; peers that do not fit are named, not drawn."""
+    cluster = find_cluster(f"{where_it_pays.ORDINARY}:64")
+    panels = {
+        question: where_it_pays.curves(question)
+        for size in (8, 64)
+        for question in (
+            where_it_pays.Question(model="gpt-3.6b", partition_size=size, cluster=cluster),
+            where_it_pays.Question(model="gpt-100b", partition_size=size, cluster=cluster),
+        )
+    }
+    with readable() as words:
+        where_it_pays.draw(tmp_path / "w.png", panels, LIGHT)
+    assert "gpt-100b, partition 64" in words and "HSDP and\nMegatron-FSDP\ndo not fit" in words
+    table = list(where_it_pays.lines_of_table(panels))
+    assert sum("does not fit: " in line for line in table) == 3
+    hsdp = next(curve for curve in next(iter(panels.values())) if curve.system == "hsdp")
+    assert hsdp.ratios[4] == pytest.approx(1.29, rel=0.05), "measured: benchmarks/results/hiding_h200"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "crossing"),
+    [
+        ((1.3,) * 8, None),
+        ((1.04,) * 8, 25),
+        ((1.3, 1.3, 1.3, 1.3, 1.06, 1.04, 1.0, 1.0), 400 * 2**0.5),
+        ((0.9, 0.9, 1.2, 1.0, 1.0, 1.0, 1.0, 1.0), 100 * 2**0.75),
+    ],
+)
+def test_where_a_curve_crosses(ratios: tuple[float, ...], crossing: float | None) -> None:
+    """The last speed at which it comes below 5%, straight between two speeds."""
+    found = where_it_pays.Curve(system="hsdp", ratios=ratios).worth_until
+    assert found == (None if crossing is None else pytest.approx(crossing))

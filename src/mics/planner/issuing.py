@@ -23,6 +23,7 @@ class Style:
     spreads_masters: bool = False  # hop 2 is a reduce-scatter, and new parameters follow
     hides_boundary: bool = False  # hop 2 runs unit by unit under the last backward
     copies: bool = False  # gathered parameters and full gradients are copied once more
+    hop_1_nbytes: int | None = None  # of a gradient on its way in hop 1, where that cannot be chosen
     num_pieces: int = 1  # collectives for one unit
     host_seconds: float = 0.0  # for each of them, nothing else going on
     keeps_parameters: bool = False  # whole on every rank: nothing is gathered until the step has new ones
@@ -123,7 +124,7 @@ class Issuer:
         if self.alone or self.in_bucket == 0 or (self.in_bucket < self.bucket_numel and not is_first):
             return task
         done = task
-        nbytes = self.setting.wire_nbytes * self.in_bucket
+        nbytes = (self.style.hop_1_nbytes or self.setting.wire_nbytes) * self.in_bucket
         self.in_bucket = 0
         for _ in range(self.style.num_pieces):
             for link, price in self.costs.moves(Kind.REDUCE_SCATTER, nbytes / self.style.num_pieces):

@@ -133,6 +133,8 @@ _LATE: Final = Style(copies=True)
 _ZERO3: Final = replace(_LATE, blocking_copies=True)
 _ZERO2: Final = Style(copies=True, blocking_copies=True, keeps_parameters=True, buckets=True)
 _ZERO2_LATE: Final = replace(_ZERO2, overlaps=False)
+_MICS_SHORT: Final = replace(_MICS, hop_1_nbytes=2)
+_MEGATRON: Final = Style(hides_boundary=True, hop_1_nbytes=2, blocking_copies=True)
 _ONE_BY_ONE: Final = Style(
     overlaps=False,
     copies=True,
@@ -142,6 +144,12 @@ _ONE_BY_ONE: Final = Style(
 )
 _ALL: Final = (
     SimulatedSystem(name="mics", about="this library", style=_MICS, terms=Setting.need),
+    SimulatedSystem(
+        name="mics-hop-1-bf16",
+        about="this library with Precision(reduce_dtype=bfloat16)",
+        style=_MICS_SHORT,
+        terms=Setting.need,
+    ),
     SimulatedSystem(
         name="hsdp",
         about="FSDP2 over partition groups, with replicas",
@@ -156,6 +164,14 @@ _ALL: Final = (
         style=_FSDP,
         terms=fsdp_terms,
         over_the_world=True,
+        flat=True,
+        prefetch=1,
+    ),
+    SimulatedSystem(
+        name="megatron-fsdp",
+        about="Megatron-FSDP v2 over partition groups: no copies, hop 1 in 16 bits, its optimizer not spread",
+        style=_MEGATRON,
+        terms=zero3_terms,  # divided in the same way
         flat=True,
         prefetch=1,
     ),

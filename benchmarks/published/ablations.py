@@ -1,0 +1,588 @@
+"""What each mechanism of the documents is worth: the engine's default, and the default with one taken away.
+
+    python -m benchmarks.published.ablations                # on one GPU, or on a CPU
+
+One GPU computes as rank 0 of an emulated cluster, at the documents' settings. Where the engine has a setting,
+that is used. Where it has none, the old behaviour is put around it from outside:
+
+- coarse synchronisation: who waits for one collective waits for all that were issued
+- decisions anew: the order is planned again at every use of a unit
+- one collective for each matrix: four for a unit, each with memory of its own, and a copy
+- norm through the host: a number for each parameter is fetched from the device
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from benchmarks.published.dated import dated_file
+from torch import Tensor, nn
+
+import mics
+from mics.bench.job import Job
+from mics.bench.measure import measure
+from mics.bench.models import BENCH_MODELS
+from mics.bench.plan import Outcome, Run, RunPlan
+from mics.bench.systems import SYSTEMS, Batch, System
+from mics.bench.systems.loop import Loop
+from mics.bench.systems.with_mics import build_mics
+from mics.comm.codec import PLAIN, Codec
+from mics.comm.lanes import Lane, Ticket, Work
+from mics.comm.protocol import Action, Pairs
+from mics.cost.clusters import find_cluster
+from mics.engine import Engine, engine_of
+from mics.schedule.events import Event, What
+from mics.utils.command_line import parse
+
+GIB: Final = 2**30
+_MATRICES: Final = 4  # of a block, gathered one by one before they were batched
+_TIGHT: Final = 1.04  # of the bytes that are allocated at the peak
+
+
+# -- what is put around the engine --------------------------------------------------------------------
+
+
+class CoarseLanes:
+    """Watches lanes; a caller that waits for one action waits for the latest of every lane."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Ticket] = {}
+
+    def follow(self, lane: Lane, work: Work) -> Lane:
+        return _CoarseLane(lane, work.lane, self._latest)
+
+
+class _CoarseLane:
+    def __init__(self, lane: Lane, name: str, latest: dict[str, Ticket]) -> None:
+        self._lane, self._name, self._latest = lane, name, latest
+
+    def submit(self, action: Action, after: Sequence[Ticket] = ()) -> Ticket:
+        # Between lanes nothing changes: a lane that waited for itself would never go on.
+        own = [ticket.own if isinstance(ticket, _CoarseTicket) else ticket for ticket in after]
+        ticket = self._lane.submit(action, own)
+        self._latest[self._name] = ticket
+        return _CoarseTicket(ticket, self._latest)
+
+
+class _CoarseTicket:
+    def __init__(self, own: Ticket, latest: Mapping[str, Ticket]) -> None:
+        self.own, self._latest = own, latest
+
+    def wait(self) -> None:
+        self.own.wait()
+        for ticket in list(self._latest.values()):
+            ticket.wait()
+
+    def is_over(self) -> bool:
+        return self.own.is_over()
+
+
+class InPieces:
+    """Collectives of a group, cut into one for each matrix. Everything else is the group's own."""
+
+    def __init__(self, collectives: Any, pieces: int = _MATRICES) -> None:
+        self._collectives, self._pieces = collectives, pieces
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collectives, name)
+
+    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
+        found: list[tuple[str, Action]] = []
+        for out, shard in pairs:
+            rows = out.view(self._collectives.size, -1)
+            for begin, end in _cuts(shard.numel(), self._pieces):
+                part = _Scratch(rows[:, begin:end], shard[begin:end])
+                stages = list(self._collectives.gather_stages([part.pair()], label))
+                link, action = stages[-1]
+                found += [*stages[:-1], (link, part.then_copy_out(action))]
+        return found
+
+    def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
+        found: list[tuple[str, Action]] = []
+        for out, buffer in pairs:
+            rows = buffer.view(self._collectives.size, -1)
+            for begin, end in _cuts(out.numel(), self._pieces):
+                part = _Scratch(rows[:, begin:end], torch.empty_like(out[begin:end]))
+                stages = list(self._collectives.reduce_stages([part.pair()[::-1]], label, codec))
+                first, last = stages[0], stages[-1]
+                stages[0] = (first[0], part.copy_in_then(first[1]))
+                stages[-1] = (last[0], part.then_keep(stages[-1][1], out[begin:end]))
+                found += stages
+        return found
+
+
+class _Scratch:
+    """Memory for one piece of a collective, as the caching allocator gives it."""
+
+    def __init__(self, rows: Tensor, shard: Tensor) -> None:
+        self._rows, self._shard = rows, shard
+        self._whole = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device)
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self._whole, self._shard
+
+    def then_copy_out(self, action: Action) -> Action:
+        def both() -> None:
+            action()
+            self._rows.copy_(self._whole.view_as(self._rows))
+
+        return both
+
+    def copy_in_then(self, action: Action) -> Action:
+        def both() -> None:
+            self._whole.view_as(self._rows).copy_(self._rows)
+            action()
+
+        return both
+
+    def then_keep(self, action: Action, out: Tensor) -> Action:
+        def both() -> None:
+            action()
+            out.copy_(self._shard)
+
+        return both
+
+
+def _cuts(numel: int, pieces: int) -> Iterator[tuple[int, int]]:
+    step = max(8, -(-numel // pieces // 8) * 8)
+    for begin in range(0, numel, step):
+        yield begin, min(numel, begin + step)
+
+
+class _Changed:
+    """A trainer of a model whose engine is changed after it was built."""
+
+    def __init__(self, trainer: Loop, change: Callable[[Engine], None]) -> None:
+        self.same_start = trainer.same_start
+        self._trainer = trainer
+        change(engine_of(trainer._model))
+
+    def step(self, batches: Sequence[Batch]) -> Tensor:
+        return self._trainer.step(batches)
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+def _coarse(engine: Engine) -> None:
+    engine.mesh.lanes.watch = CoarseLanes()
+
+
+def _planned_anew(engine: Engine) -> None:
+    plans = engine.residency.plans
+
+    def plan_again(event: Event) -> None:
+        plans._make(plans.latest(), None)
+
+    engine.events[What.NEEDED].insert(0, plan_again)
+
+
+def _in_pieces(engine: Engine) -> None:
+    for group in (engine.mesh.groups.gather, engine.mesh.groups.reduce):
+        group._collectives = InPieces(group._collectives)
+
+
+def one_hop(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Every micro-step is announced as the last: gradients cross the replicas in each."""
+    for batch in batches:
+        yield from mics.microsteps(model, [batch])
+
+
+def norm_through_the_host(model: nn.Module, max_norm: float) -> None:
+    """As before the first document: a kernel and a copy to the host for each parameter, then a factor."""
+    engine = engine_of(model)
+    engine.step.synchronize()
+    total = 0.0
+    for unit in engine.units:
+        piece = engine.shown.of(unit).step_gradient()
+        for part in piece.chunk(max(1, len(unit.whole.params))):
+            total += float(part.float().norm().item()) ** 2
+    summed = torch.tensor(total, device=engine.device)
+    engine.mesh.world.all_reduce(summed, "the gradient norm, through the host")
+    factor = min(1.0, max_norm / (float(summed.item()) ** 0.5 + 1e-6))
+    for unit in engine.units:
+        engine.shown.of(unit).step_gradient().mul_(factor)
+
+
+def build_with_host_norm(job: Job) -> Loop:
+    trainer = build_mics(job)
+    trainer._clip = norm_through_the_host
+    return trainer
+
+
+# -- what is compared ---------------------------------------------------------------------------------
+
+
+class _Builder(Protocol):
+    def __call__(self, job: Job) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """The default with one mechanism taken away."""
+
+    key: str
+    mechanism: str
+    without: str
+    """What the row is called in a table."""
+    document: str
+    build: _Builder
+
+
+def _changed(change: Callable[[Engine], None]) -> _Builder:
+    return lambda job: _Changed(build_mics(job), change)
+
+
+DEFAULT: Final = Way(
+    key="default", mechanism="", without="everything on", document="", build=lambda job: build_mics(job)
+)
+_FIRST: Final = "zero3-on-efa"
+WAYS: Final = (
+    DEFAULT,
+    Way(
+        key="no-overlap",
+        mechanism="communication beside the computation",
+        without="nothing beside the computation",
+        document=_FIRST,
+        build=partial(build_mics, prefetch=0),
+    ),
+    Way(
+        key="coarse-sync",
+        mechanism="fine synchronisation",
+        without="each wait is for all collectives",
+        document=_FIRST,
+        build=_changed(_coarse),
+    ),
+    Way(
+        key="decisions-anew",
+        mechanism="cached decisions",
+        without="decisions anew at each use",
+        document=_FIRST,
+        build=_changed(_planned_anew),
+    ),
+    Way(
+        key="not-batched",
+        mechanism="batched collectives",
+        without="one collective per matrix",
+        document=_FIRST,
+        build=_changed(_in_pieces),
+    ),
+    Way(
+        key="host-norm",
+        mechanism="norm without host sync",
+        without="norm through the host",
+        document=_FIRST,
+        build=build_with_host_norm,
+    ),
+    Way(
+        key="flat",
+        mechanism="hierarchical all-gather",
+        without="collectives in one stage",
+        document="mics",
+        build=partial(build_mics, hierarchical=False),
+    ),
+    Way(
+        key="one-hop",
+        mechanism="two-hop gradient synchronisation",
+        without="hop 2 in every micro-step",
+        document="mics",
+        build=partial(build_mics, microsteps=one_hop),
+    ),
+    Way(
+        key="memory-of-its-own",
+        mechanism="contiguous parameter memory",
+        without="each unit has memory of its own",
+        document="trillion",
+        build=partial(build_mics, low_memory=True),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A document's setting: model, cluster, group."""
+
+    name: str
+    model: str
+    cluster: str
+    partition_size: int
+    micro_batch: int
+    accumulation: int
+    layers: int | None
+    """Blocks that run, of true width; None: all."""
+    ways: tuple[str, ...]
+
+
+_EVERY: Final = tuple(way.key for way in WAYS)
+PLACES: Final = {
+    place.name: place
+    for place in (
+        # RoBERTa-10B on 64 A100s, ZeRO-3: one partition group over all of them, so there is no second hop.
+        Place(
+            name="roberta-10b",
+            model="roberta-10b",
+            cluster="p4d.24xlarge:8",
+            partition_size=64,
+            micro_batch=8,
+            accumulation=2,
+            layers=24,
+            ways=tuple(key for key in _EVERY if key != "one-hop"),
+        ),
+        # BERT-10B on 128 V100s, as MiCS: a replica on each node, four micro-steps.
+        Place(
+            name="bert-10b",
+            model="bert-10b",
+            cluster="p3dn.24xlarge:16",
+            partition_size=8,
+            micro_batch=8,
+            accumulation=4,
+            layers=24,
+            ways=("default", "no-overlap", "one-hop"),
+        ),
+        Place(
+            name="tiny",
+            model="gpt-tiny",
+            cluster="p4d.24xlarge:2",
+            partition_size=8,
+            micro_batch=1,
+            accumulation=2,
+            layers=None,
+            ways=_EVERY,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One row."""
+
+    place: str
+    key: str
+    step_seconds: list[float]
+    losses: list[float]
+    peak_allocated_nbytes: int | None = None
+    peak_reserved_nbytes: int | None = None
+    num_alloc_retries: int | None = None
+    num_device_free: int | None = None
+    """Blocks that the caching allocator gave back to the device: its flushes."""
+    limit_nbytes: int | None = None
+    """Memory that the process was allowed; None: all."""
+    error: str | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+class _Counted:
+    """A trainer that notes the allocator's counters after each step."""
+
+    def __init__(self, trainer: Any, notes: list[tuple[int, int]]) -> None:
+        self.same_start = trainer.same_start
+        self._trainer, self._notes = trainer, notes
+
+    def step(self, batches: Sequence[Batch]) -> Tensor:
+        loss: Tensor = self._trainer.step(batches)
+        if torch.cuda.is_available():
+            stats = torch.cuda.memory_stats()
+            self._notes.append((stats["num_alloc_retries"], stats.get("num_device_free", 0)))
+        return loss
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+def measure_way(place: Place, way: Way, config: Ablations, *, limit_nbytes: int | None = None) -> Found:
+    """One row, in this process."""
+    job, cluster = _job(place), find_cluster(place.cluster)
+    notes: list[tuple[int, int]] = []
+    system = System(name=way.key, build=lambda job: _Counted(way.build(job), notes))
+    run = Run(number=0, system=way.key, job=job, world_size=cluster.world_size, cluster=cluster)
+    plan = RunPlan(
+        runs=(), num_warmup_steps=config.warmup, num_steps=config.steps, folder=str(config.results)
+    )
+    with _limited(limit_nbytes):
+        outcome = measure(run, plan, systems={way.key: system})
+    return _found(place, way, outcome, notes[config.warmup :], limit_nbytes)
+
+
+def _found(
+    place: Place, way: Way, outcome: Outcome, notes: Sequence[tuple[int, int]], limit: int | None
+) -> Found:
+    retries, freed = (b - a for a, b in zip(notes[0], notes[-1], strict=True)) if notes else (None, None)
+    return Found(
+        place=place.name,
+        key=way.key,
+        step_seconds=outcome.step_seconds,
+        losses=outcome.losses,
+        peak_allocated_nbytes=outcome.peak_allocated_nbytes,
+        peak_reserved_nbytes=outcome.peak_reserved_nbytes,
+        num_alloc_retries=retries,
+        num_device_free=freed,
+        limit_nbytes=limit,
+        error=outcome.error,
+    )
+
+
+class _limited:  # noqa: N801  (reads as a function where it is used)
+    """The process may use so many bytes of the GPU."""
+
+    def __init__(self, nbytes: int | None) -> None:
+        self._nbytes = nbytes
+
+    def __enter__(self) -> None:
+        if self._nbytes is not None:
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._nbytes / total))
+
+    def __exit__(self, *problem: object) -> None:
+        if self._nbytes is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _job(place: Place) -> Job:
+    model = BENCH_MODELS[place.model]
+    on_gpu = torch.cuda.is_available()
+    config = model.config if place.layers is None else replace(model.config, num_layers=place.layers)
+    return Job(
+        model=config,
+        partition_size=place.partition_size,
+        micro_batch=place.micro_batch,
+        accumulation=place.accumulation,
+        checkpoint=model.checkpoint,
+        param_dtype="bfloat16" if on_gpu else "float32",
+        reduce_dtype="bfloat16" if on_gpu else "float32",
+        device="cuda" if on_gpu else "cpu",
+        max_norm=1.0,
+    )
+
+
+def measure_place(place: Place, config: Ablations) -> list[Found]:
+    """All rows of one setting, and once more with little memory those that tell whose memory has holes."""
+    found = []
+    for way in WAYS:
+        if way.key in place.ways:
+            found.append(measure_way(place, way, config))
+            print(_line(found[-1], found[0]), flush=True)
+    if not torch.cuda.is_available() or "memory-of-its-own" not in place.ways:
+        return found
+    torn = Way(
+        key="fsdp2", mechanism="", without="FSDP2", document="", build=lambda job: SYSTEMS["fsdp2"].build(job)
+    )
+    by_key = {way.key: way for way in WAYS}
+    for way in (by_key["default"], by_key["memory-of-its-own"], torn):
+        peaks = [row for row in found if row.key == way.key] or [measure_way(place, way, config)]
+        if way is torn:
+            found += peaks
+        peak = peaks[0].peak_allocated_nbytes
+        if peak is not None:
+            found.append(measure_way(place, way, config, limit_nbytes=int(_TIGHT * peak)))
+            print(_line(found[-1], found[0]), flush=True)
+    return found
+
+
+def _line(row: Found, default: Found) -> str:
+    if row.error is not None:
+        return f"{row.place} {row.key}: {row.error}"
+    more = 1e3 * (row.median - default.median)
+    return f"{row.place} {row.key}: {1e3 * row.median:,.0f} ms ({more:+,.0f}), flushes {row.num_device_free}"
+
+
+def table(found: Sequence[Found]) -> list[str]:
+    """Markdown: what the default takes, and how much longer without each mechanism."""
+    words = {way.key: way for way in WAYS}
+    default = next(row for row in found if row.key == "default")
+    lines = [
+        "| mechanism | taken away | step ms | share of the step | peak GiB | reserved GiB | flushes |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in found:
+        way = words.get(row.key)
+        mechanism = "" if way is None else way.mechanism
+        without = "FSDP2" if way is None else way.without
+        if row.limit_nbytes is not None:
+            without += f", {row.limit_nbytes / GIB:.1f} GiB allowed"
+        if row.error is not None:
+            lines.append(f"| {mechanism} | {without} | did not run: {row.error} | | | | |")
+            continue
+        share = row.median / default.median - 1
+        memory = (row.peak_allocated_nbytes, row.peak_reserved_nbytes)
+        cells = ["" if nbytes is None else f"{nbytes / GIB:.2f}" for nbytes in memory]
+        flushes = "" if row.num_device_free is None else f"{row.num_device_free}"
+        lines.append(
+            f"| {mechanism} | {without} | {1e3 * row.median:,.0f} | {100 * share:+.1f}% | "
+            f"{' | '.join(cells)} | {flushes} |"
+        )
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablations:
+    """What each mechanism of the published documents is worth, with one taken away at a time."""
+
+    place: tuple[str, ...] = ()
+    """Settings: roberta-10b, bert-10b (GPU) or tiny; unset: both on a GPU, tiny on a CPU."""
+    warmup: int = 3
+    """Steps before timing starts."""
+    steps: int = 3
+    """Timed steps."""
+    results: Path = Path("benchmarks/results")
+    """Folder for the dated result."""
+
+    @property
+    def places(self) -> list[Place]:
+        usual = ("roberta-10b", "bert-10b") if torch.cuda.is_available() else ("tiny",)
+        unknown = [name for name in self.place if name not in PLACES]
+        if unknown:
+            raise SystemExit(
+                f"--place: expected some of {', '.join(PLACES)}, found {', '.join(unknown)}; leave it out"
+            )
+        return [PLACES[name] for name in self.place or usual]
+
+
+def main(args: Sequence[str] | None = None) -> Path:
+    """Measure, and write the dated result. Returns its JSON file."""
+    import sys
+
+    config = parse(
+        Ablations, sys.argv[1:] if args is None else args, prog="python -m benchmarks.published.ablations"
+    )
+    config.results.mkdir(parents=True, exist_ok=True)
+    by_place = {place: measure_place(place, config) for place in config.places}
+    file = dated_file(config.results, "ablations")
+    rows = [asdict(row) for found in by_place.values() for row in found]
+    file.write_text(json.dumps({"rows": rows}, indent=1))
+    lines = [f"# Ablations, {file.stem.removeprefix('ablations_')}", ""]
+    lines += ["    python -m benchmarks.published.ablations", ""]
+    for place, found in by_place.items():
+        lines += [f"## {place.name}", "", words_of(place), "", *table(found), ""]
+    file.with_suffix(".md").write_text("\n".join(lines))
+    print("\n".join(lines))
+    return file
+
+
+def words_of(place: Place) -> str:
+    """What was run, in a sentence."""
+    depth = "all blocks" if place.layers is None else f"{place.layers} blocks of true width"
+    return (
+        f"{place.model} as rank 0 of {place.cluster}, partition size {place.partition_size}, "
+        f"{place.accumulation} micro-steps of {place.micro_batch}, {depth}."
+    )
+
+
+def read(file: Path) -> list[Found]:
+    """The rows of a dated result."""
+    return [Found(**row) for row in json.loads(file.read_text())["rows"]]
+
+
+if __name__ == "__main__":
+    main()

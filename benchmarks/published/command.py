@@ -1,0 +1,127 @@
+"""``python -m benchmarks.published``."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from benchmarks.published import page
+from benchmarks.published.dated import hardware
+from benchmarks.published.emulate import Measured, jobs_of, measure
+from benchmarks.published.predict import peers_at_best, predict_row
+from benchmarks.published.results import RESULTS, Result, write
+from benchmarks.published.rows import EXPERIMENTS, rows_of
+
+import mics
+from mics.utils.command_line import parse
+
+_EXPERIMENTS = f"some of {', '.join(EXPERIMENTS)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """Repeat published experiments at their own settings: planner, one GPU as rank 0, and peers beside it.
+
+    One experiment a word: what a document says, what the planner predicts over all that the document leaves
+    open, what this GPU measures in the document's GPU's time, and other systems at their own best settings.
+    """
+
+    experiments: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(help=_EXPERIMENTS, metavar="EXPERIMENT ...")
+    ] = ()
+    all: bool = False
+    """All experiments."""
+    plan_only: bool = False
+    """Predict and do not measure: needs no GPU."""
+    list: bool = False
+    """Print the experiments and their published figures, and stop."""
+    peers: bool = True
+    """Also other systems, each at its own best setting."""
+    results: Path = Path("benchmarks/results")
+    """Folder for dated results (JSON and Markdown)."""
+    out: Path = Path("runs/published")
+    """Folder for what each measurement leaves: tables, traces, timelines."""
+    page: bool = True
+    """Write the tables and pictures of docs/published.md again."""
+
+    def chosen(self) -> tuple[str, ...]:
+        unknown = [name for name in self.experiments if name not in EXPERIMENTS]
+        if unknown:
+            raise SystemExit(
+                f"experiments: expected some of {', '.join(EXPERIMENTS)}, found {', '.join(unknown)}; "
+                "--list shows what each is"
+            )
+        if self.all == bool(self.experiments):
+            found = "both" if self.all else "neither"
+            raise SystemExit(
+                f"experiments, --all: expected one of them, found {found}; say which to repeat, such as "
+                f"{EXPERIMENTS[0]}, or --all"
+            )
+        return EXPERIMENTS if self.all else self.experiments
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Parse, repeat, write. 2 if the command cannot be."""
+    words = list(sys.argv[1:] if args is None else args)
+    config = parse(Published, words, prog="python -m benchmarks.published")
+    if config.list:
+        print("\n".join(listed()))
+        return 0
+    chosen = config.chosen()
+    if not config.plan_only and not torch.cuda.is_available():
+        raise SystemExit("a measurement: expected a CUDA device, found none; add --plan-only")
+    config.results.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "-m", "benchmarks.published", *words])
+    file = None
+    for experiment in chosen:
+        result = replace(repeat(experiment, config), command=command)
+        file = write(result, config.results)
+        print("\n".join(page.section(result)), flush=True)
+    assert file is not None
+    file.with_suffix(".md").write_text(page.document(file))
+    print(f"written: {file} and its Markdown", flush=True)
+    if config.page and config.results.resolve() == RESULTS:
+        from benchmarks.published import pictures  # matplotlib takes a second
+
+        page.main()
+        pictures.main()
+    return 0
+
+
+def repeat(experiment: str, config: Published) -> Result:
+    """One experiment: predict, then measure."""
+    began = time.perf_counter()
+    rows = rows_of(experiment)
+    predicted = {row.key: predict_row(row) for row in rows}
+    compared = next(row for row in rows if row.system in ("mics-published", "zero3"))
+    peers = {compared.key: peers_at_best(compared)} if config.peers else {}
+    measured: tuple[Measured, ...] = ()
+    if not config.plan_only:
+        jobs = [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]
+        measured = tuple(measure(jobs, config.out / experiment))
+    return Result(
+        experiment=experiment,
+        predicted=predicted,
+        peers=peers,
+        measured=measured,
+        versions=f"mics {mics.__version__}, torch {torch.__version__}, python {platform.python_version()}, "
+        f"{hardware() if measured else 'no GPU'}",
+        seconds=time.perf_counter() - began,
+    )
+
+
+def listed() -> list[str]:
+    """What can be repeated."""
+    lines = []
+    for experiment in EXPERIMENTS:
+        lines.append(experiment)
+        lines += [f"  {row.what}: {page.published_in_words(row)}" for row in rows_of(experiment)]
+    return lines

@@ -1,0 +1,187 @@
+"""What one GPU measures of a published row, as rank 0 of the document's cluster and on its GPU's clock.
+
+Every measurement is a call of `mics bench`, printed before it is made, so that anybody can repeat it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.published.planned import fits, prediction, setting_of
+from benchmarks.published.predict import PeerAtBest, usual_point
+from benchmarks.published.rows import Measure, Point, Row
+
+_BENCH_SYSTEMS: Final = {
+    "mics-published": "mics",
+    "mics": "mics",
+    "zero3": "fsdp2",  # the same collectives; DeepSpeed of today is a system of its own
+    "zero2": "zero2",
+    "zero2-before": "zero2",
+    "fsdp2": "fsdp2",
+    "hsdp": "hsdp",
+    "megatron-fsdp": "megatron-fsdp",
+}
+"""What runs in place of a row's system. ZeRO-3 of 2021 is in no package any more."""
+_GPUS: Final = {"p3dn": "v100", "p4d": "a100", "p4de": "a100", "dgx-a100": "a100"}
+_THIS_TFLOPS: Final = 450e12  # of an H200 with recomputation, for the time that a run will take
+_STEP_SECONDS: Final = 3.0  # of this machine, that a step may take
+_MIN_LAYERS: Final = 4
+_WARMUP, _STEPS = 3, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One system in one setting, in the named GPU's time."""
+
+    key: str
+    """Of the row, or ``peers`` for systems at their own best."""
+    role: str
+    """``row``, ``against`` or ``peer``."""
+    system: str
+    step_seconds: float | None
+    tflops: float | None
+    """With recomputation."""
+    layers: int | None
+    """Blocks that ran; None: all of them."""
+    peak_gib: float | None
+    setting: str
+    command: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call of `mics bench`."""
+
+    key: str
+    role: str
+    system: str
+    point: Point
+
+    def arguments(self, out: Path) -> list[str]:
+        point = self.point
+        gpu = _GPUS[point.cluster.partition(":")[0].partition(".")[0]]
+        words = [
+            "--model", point.model, "--cluster", point.cluster, "--systems", self.system,
+            "--partition-size", str(point.partition_size), "--micro-batch", str(point.micro_batch),
+            "--accumulation", str(point.accumulation), "--seq-len", str(point.seq_len),
+            "--reduce-dtype", "float16" if gpu == "v100" else "bfloat16", "--as-gpu", gpu,
+            "--no-checkpoint" if point.activations == "kept" else "--checkpoint",
+        ]  # fmt: skip
+        words += ["--offload"] if point.activations == "offload" else []
+        layers = layers_of(point)
+        words += [] if layers is None else ["--layers", str(layers)]
+        return [
+            *words, "--repeats", "1", "--warmup", str(_WARMUP), "--steps", str(_STEPS), "--out", str(out)
+        ]  # fmt: skip
+
+
+def layers_of(point: Point) -> int | None:
+    """Blocks that run within a few seconds a step; None: all of them do."""
+    setting = setting_of(point)
+    flops = setting.model.flops(setting.tokens, recomputed=True) * setting.accumulation
+    share = _STEP_SECONDS * _THIS_TFLOPS / flops
+    if share >= 1:
+        return None
+    return max(_MIN_LAYERS, int(share * setting.model.num_blocks) // 2 * 2)
+
+
+def jobs_of(row: Row, peers: Sequence[PeerAtBest] = ()) -> Iterator[Job]:
+    """Both ends of the row's predicted range, what it is compared with, and peers at their best."""
+    points = _ends(row)
+    if row.system in _BENCH_SYSTEMS:
+        for point in points:
+            yield Job(key=row.key, role="row", system=_BENCH_SYSTEMS[row.system], point=point)
+            if row.against is not None:
+                other = row.against.of(point)
+                system = _BENCH_SYSTEMS.get(other.system, "fsdp2")
+                yield Job(key=row.key, role="against", system=system, point=other)
+    for peer in peers:
+        if peer.step_seconds is not None and peer.system in _BENCH_SYSTEMS:
+            yield Job(key=row.key, role="peer", system=_BENCH_SYSTEMS[peer.system], point=_at_best(row, peer))
+
+
+def _at_best(row: Row, peer: PeerAtBest) -> Point:
+    assert peer.partition_size and peer.micro_batch and peer.accumulation and peer.activations
+    return replace(
+        usual_point(row),
+        partition_size=peer.partition_size,
+        micro_batch=peer.micro_batch,
+        accumulation=peer.accumulation,
+        activations=peer.activations,
+    )
+
+
+def _ends(row: Row) -> list[Point]:
+    """The plausible points with the lowest and the highest prediction; one where nothing is open."""
+    points = list(row.points())
+    ordered = sorted(
+        [point for point in points if fits(point)] or points,
+        key=lambda point: prediction(point).hardware_tflops,
+    )
+    if row.measure is not Measure.TFLOPS:
+        return [usual_point(row)]
+    return ordered[:1] if len(ordered) < 2 else [ordered[0], ordered[-1]]
+
+
+def measure(jobs: Sequence[Job], folder: Path) -> list[Measured]:
+    """Call `mics bench` for each job; equal ones once."""
+    done: dict[tuple[str, Point], Measured] = {}
+    found = []
+    for number, job in enumerate(jobs):
+        same = (job.system, replace(job.point, system="", kernels="current"))
+        if same not in done:
+            done[same] = _measure(job, folder / f"{job.key.replace('/', '-')}-{number}")
+        found.append(replace(done[same], key=job.key, role=job.role))
+    return found
+
+
+def _measure(job: Job, out: Path) -> Measured:
+    from mics.bench.command import bench
+
+    words = job.arguments(out)
+    command = shlex.join(["mics", "bench", *words])
+    print(command, flush=True)
+    problem = None
+    try:
+        bench(words)
+        row = json.loads((out / "bench.json").read_text())["rows"][0]  # of the whole model
+    except Exception as error:
+        row, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return measured_of(job, row, command, problem)
+
+
+def measured_of(job: Job, row: dict[str, Any], command: str, problem: str | None) -> Measured:
+    """From the row that `mics bench` wrote."""
+    setting, error = setting_of(job.point), problem or row.get("error")
+    seconds = None if error else _median(row["step_seconds"])
+    flops = setting.model.flops(setting.tokens, recomputed=setting.activations.checkpoint)
+    peaks = [outcome.get("peak_allocated_nbytes") for outcome in row.get("outcomes", [])]
+    known = [nbytes for nbytes in peaks if nbytes is not None]
+    point = job.point
+    return Measured(
+        key=job.key,
+        role=job.role,
+        system=job.system,
+        step_seconds=seconds,
+        tflops=None if seconds is None else flops * setting.accumulation / seconds / 1e12,
+        layers=layers_of(point),
+        peak_gib=max(known) / 2**30 if known else None,
+        setting=(
+            f"p={point.partition_size}, {point.micro_batch} x {point.accumulation}, {point.activations}, "
+            f"{point.seq_len} tokens"
+        ),
+        command=command,
+        error=error,
+    )
+
+
+def _median(found: Sequence[float]) -> float:
+    """`mics bench` writes (median, low, high), or the steps themselves."""
+    return float(found[0]) if len(found) == 3 else statistics.median(found)

@@ -1,0 +1,109 @@
+"""Dated results of one experiment, and the newest of each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.published.dated import by_date, dated_file
+from benchmarks.published.emulate import Measured
+from benchmarks.published.predict import PeerAtBest, Range
+from benchmarks.published.rows import EXPERIMENTS, Measure, Row, rows_of
+
+RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
+THEME: Final = "published"
+PLANNER: Final = "planner"
+"""In place of the hardware, where nothing was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What is known of one experiment."""
+
+    experiment: str
+    predicted: dict[str, Range | None]
+    """By row."""
+    peers: dict[str, list[PeerAtBest]]
+    """By row: systems at their own best, predicted."""
+    measured: tuple[Measured, ...] = ()
+    command: str = ""
+    versions: str = ""
+    seconds: float = 0.0
+    """That this took."""
+
+    def emulated(self, row: Row) -> Range | None:
+        """What was measured of a row, in its own measure; None: not run."""
+        found = [value for value in self._values(row) if value is not None]
+        if not found:
+            return None
+        return Range(low=min(found), high=max(found), num_points=len(found), num_fitting=len(found))
+
+    def _values(self, row: Row) -> list[float | None]:
+        ours = [each for each in self.measured if each.key == row.key and each.role == "row"]
+        if row.measure is Measure.TFLOPS:
+            return [each.tflops for each in ours]
+        theirs = [each for each in self.measured if each.key == row.key and each.role == "against"]
+        return [_ratio(row, one, other) for one, other in zip(ours, theirs, strict=True)]
+
+
+def _ratio(row: Row, ours: Measured, theirs: Measured) -> float | None:
+    if ours.step_seconds is None or theirs.step_seconds is None or not ours.tflops or not theirs.tflops:
+        return None
+    if row.measure is Measure.SLOWDOWN:
+        return 100 * (ours.step_seconds / theirs.step_seconds - 1)
+    ratio = ours.tflops / theirs.tflops
+    return 100 * ratio if row.measure is Measure.SCALING else ratio
+
+
+def error_of(row: Row, found: Range | None) -> str:
+    """Difference of the nearest end of a range from what is published, in per cent."""
+    if found is None:
+        return ""
+    if row.at_most:
+        if found.high <= row.published:
+            return "below the bound"
+        over = found.low / row.published - 1
+        return "reaches the bound" if over <= 0 else f"{100 * over:+.0f}%"
+    if found.low <= row.published <= found.high:
+        return "inside"
+    nearest = min((found.low, found.high), key=lambda value: abs(value - row.published))
+    return f"{100 * (nearest / row.published - 1):+.1f}%"
+
+
+def write(result: Result, folder: Path) -> Path:
+    """Into the file of today and this hardware, in place of what it has of the experiment."""
+    file = dated_file(folder, THEME, None if result.measured else PLANNER)
+    found = _read(file) if file.exists() else {}
+    found[result.experiment] = result
+    file.write_text(json.dumps({name: asdict(each) for name, each in found.items()}, indent=1))
+    return file
+
+
+def _read(file: Path) -> dict[str, Result]:
+    return {name: _result(found) for name, found in json.loads(file.read_text()).items()}
+
+
+def _result(found: dict[str, Any]) -> Result:
+    ranges = {key: None if each is None else Range(**each) for key, each in found["predicted"].items()}
+    peers = {key: [PeerAtBest(**peer) for peer in peers] for key, peers in found["peers"].items()}
+    measured = tuple(Measured(**each) for each in found["measured"])
+    return Result(**{**found, "predicted": ranges, "peers": peers, "measured": measured})
+
+
+def read(file: Path) -> list[Result]:
+    """All experiments of one file, in the documents' order."""
+    found = _read(file)
+    return [found[name] for name in EXPERIMENTS if name in found]
+
+
+def newest(experiment: str, folder: Path = RESULTS) -> Result | None:
+    """The newest prediction of an experiment with the newest measurement; None: there is neither."""
+    every = [_read(file).get(experiment) for file in by_date(folder, THEME)]
+    keys = {row.key for row in rows_of(experiment)}
+    found = [each for each in every if each is not None and set(each.predicted) == keys]
+    if not found:
+        return None
+    measured = next((each.measured for each in reversed(found) if each.measured), ())
+    return replace(found[-1], measured=measured)

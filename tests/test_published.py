@@ -1,0 +1,235 @@
+"""The published experiments: rows are predicted, results are read back, the page is made of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.published import ablations, page, pictures, trillion
+from benchmarks.published.command import Published, main
+from benchmarks.published.emulate import Job, jobs_of, layers_of, measured_of
+from benchmarks.published.planned import fits
+from benchmarks.published.predict import PeerAtBest, Range, predict_row, usual_point
+from benchmarks.published.results import Result, error_of, newest, read, write
+from benchmarks.published.rows import BY_KEY, EXPERIMENTS, ROWS, Measure, rows_of
+from matplotlib.image import imread
+
+from mics.bench.command import BenchConfig
+from mics.bench.timeline import Exposure
+from mics.utils.picture_style import DARK, LIGHT
+from tests.pictures import readable
+
+
+def _result(experiment: str, tflops: float | None = None) -> Result:
+    """Predicted near what is published; measured if there is a number for it."""
+    rows = rows_of(experiment)
+    predicted: dict[str, Range | None] = {
+        row.key: Range(low=0.9 * row.published, high=1.05 * row.published, num_points=4, num_fitting=2)
+        for row in rows
+    }
+    peer = PeerAtBest(
+        system="mics", step_seconds=2.0, partition_size=8, micro_batch=4, accumulation=2, activations="kept"
+    )
+    small = PeerAtBest(system="zero2", problem="does not fit: 42.4 of 29.4 GiB")
+    measured = ()
+    if tflops is not None:
+        jobs = list(jobs_of(rows[0], [peer]))
+        row = {"error": None, "step_seconds": [1.0, 0.9, 1.1], "outcomes": []}
+        found = [measured_of(job, row, "mics bench ...", None) for job in jobs]
+        measured = tuple(replace(each, tflops=tflops) if each.role == "row" else each for each in found)
+    return Result(
+        experiment=experiment, predicted=predicted, peers={rows[0].key: [peer, small]}, measured=measured
+    )
+
+
+def test_one_row_is_predicted() -> None:
+    """The largest model has nothing open: one value, within 10%."""
+    row = BY_KEY["gpt-175b/mics"]
+    found = predict_row(row)
+    assert (
+        found is not None
+        and row.is_right(found.low, found.high)
+        and 0 < found.num_fitting <= found.num_points
+    )
+    assert fits(usual_point(row))
+
+
+@pytest.mark.full
+def test_every_row_is_predicted(tmp_path: Path) -> None:
+    """`--all --plan-only` has a value for each figure, or says that what it is compared with does not fit."""
+    assert main(["--all", "--plan-only", "--results", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    found = {key: each for result in read(file) for key, each in result.predicted.items()}
+    assert set(found) == {row.key for row in ROWS}
+    assert {key for key, each in found.items() if each is None} <= {
+        f"bert-{size}b/zero2" for size in (15, 20, 50)
+    }
+    assert "not run" in file.with_suffix(".md").read_text()
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Several experiments go into one file; a later prediction keeps the measurement of an earlier one."""
+    one, two = _result("gpt-175b"), _result("gpt-1t")
+    file = write(one, tmp_path)
+    assert write(two, tmp_path) == file and read(file) == [one, two]
+    assert newest("gpt-175b", tmp_path) == one and newest("bert-10b", tmp_path) is None
+    measured = _result("gpt-175b", 160.0)
+    older = tmp_path / "published_h200_2026-01-01.json"
+    write(measured, tmp_path).rename(older)
+    found = newest("gpt-175b", tmp_path)
+    assert found is not None and found.measured == measured.measured and found.predicted == one.predicted
+
+
+def test_the_page_is_made_of_results(tmp_path: Path) -> None:
+    """Only what is between markers changes, and making it again changes nothing."""
+    write(_result("gpt-175b", 160.0), tmp_path)
+    write(_result("roberta-10b"), tmp_path)
+    text = page.PAGE.read_text()
+    made = page.regenerate(text, tmp_path)
+    assert page.regenerate(made, tmp_path) == made
+    blank = re.compile(r"(<!-- table: [\w-]+ -->\n).*?(<!-- end -->)", re.DOTALL)
+    assert blank.sub(r"\1\2", made) == blank.sub(r"\1\2", text)
+    (row,) = [line for line in made.splitlines() if line.startswith("| 175B on 128")]
+    assert "| 169 TFLOP/s |" in row and "| 152 to 177 | inside | 160 | -5.3% |" in row
+    assert "| ZeRO-2 | does not fit: 42.4 of 29.4 GiB | | | | |" in made
+    assert made.count("not run") > 10
+    with pytest.raises(SystemExit, match="found 'roberta-11b'"):
+        page.regenerate("<!-- table: roberta-11b -->\n<!-- end -->", tmp_path)
+
+
+def test_the_page_has_every_experiment() -> None:
+    text = page.PAGE.read_text()
+    tables = page.tables()
+    named = set(re.findall(r"<!-- table: ([\w-]+) -->", text))
+    assert set(EXPERIMENTS) <= named <= set(tables)
+    assert {"ablations-roberta-10b", "ablations-bert-10b"} <= named
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(160, 180, "inside"), (100, 140, "-17.2%"), (186, 190, "+10.1%")],
+)
+def test_differences(low: float, high: float, words: str) -> None:
+    row = BY_KEY["gpt-175b/mics"]
+    assert error_of(row, Range(low=low, high=high, num_points=2, num_fitting=2)) == words
+    bound = BY_KEY["gpt-1t/offload"]
+    for low, high, words in ((1, 2, "below the bound"), (1, 4, "reaches the bound"), (3, 4, "+50%")):
+        assert error_of(bound, Range(low=low, high=high, num_points=2, num_fitting=2)) == words
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_measurements_are_commands_of_mics_bench(experiment: str) -> None:
+    """Every flag exists, and whatever would take minutes runs fewer blocks."""
+    known = {f"--{name.replace('_', '-')}" for name in _flags()}
+    for row in rows_of(experiment):
+        for job in jobs_of(row):
+            flags = {word for word in job.arguments(Path("x")) if word.startswith("--")}
+            assert flags <= known | {"--no-checkpoint"}, flags - known
+            assert row.measure is not Measure.TFLOPS or job.role == "row"
+            layers = layers_of(job.point)
+            assert layers is None or layers >= 4
+
+
+def _flags() -> set[str]:
+    from dataclasses import fields
+
+    from mics.bench.config import Training
+
+    return {field.name for found in (BenchConfig, Training) for field in fields(found)}
+
+
+def test_a_failure_is_a_result() -> None:
+    row = BY_KEY["gpt-175b/mics"]
+    job = Job(key=row.key, role="row", system="mics", point=usual_point(row))
+    found = measured_of(job, {}, "mics bench", "OutOfMemoryError: no")
+    assert found.error == "OutOfMemoryError: no" and found.tflops is None
+    result = replace(_result("gpt-175b"), measured=(found,))
+    assert result.emulated(row) is None
+
+
+def test_what_cannot_be_asked(tmp_path: Path) -> None:
+    for words, problem in (
+        ([], "found neither"),
+        (["--all", "gpt-1t"], "found both"),
+        (["gpt-2t"], "found gpt-2t"),
+    ):
+        with pytest.raises(SystemExit, match=problem):
+            main([*words, "--plan-only", "--results", str(tmp_path)])
+    assert Published(all=True).chosen() == EXPERIMENTS
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """Throughput with ranges and with what was not run; scaling with frames; mechanisms; memory."""
+    results = {name: _result(name, 150.0 if name == "gpt-175b" else None) for name in EXPERIMENTS}
+    with readable() as words:
+        assert pictures.draw_throughput(tmp_path / "t.png", ROWS, results, LIGHT)
+        scaling = {
+            "mics": [(128, 170.0), (256, 170.0), (512, 169.0)],
+            "zero3-before": [(128, 86.0), (512, 62.0)],
+        }
+        pictures.draw_scaling(tmp_path / "s.png", scaling, LIGHT)
+        pictures.draw_ablations(tmp_path / "a.png", _ablations(), DARK)
+        trillion.draw_memory(tmp_path / "m.png", _trillion(), LIGHT)
+    assert "not run" in words and "72%" in words and "+12.0%" in words
+    assert imread(tmp_path / "t.png").shape[1] == 1600
+    assert not pictures.draw_throughput(tmp_path / "no.png", ROWS, {}, LIGHT)
+
+
+def _ablations() -> list[ablations.Found]:
+    seconds = {way.key: 1.0 + 0.04 * number for number, way in enumerate(ablations.WAYS)}
+    return [
+        ablations.Found(place=place, key=key, step_seconds=[found], losses=[])
+        for place in ("roberta-10b", "bert-10b")
+        for key, found in seconds.items()
+        if key in ablations.PLACES[place].ways
+    ]
+
+
+def _trillion() -> trillion.Found:
+    phases = ("forward", "backward", "optimizer")
+    samples = [
+        trillion.Sample(phase=phase, unit=unit, allocated=40 << 30, reserved=50 << 30)
+        for phase in phases
+        for unit in (phase, *(f"blocks.{number}" for number in range(20)))
+    ]
+    return trillion.Found(
+        model="gpt-1t", layers=210, gpu="a100", dilation=2.3, shard_seconds=90, step_seconds=390, tflops=176,
+        peak_allocated_nbytes=70 << 30, peak_reserved_nbytes=72 << 30, host_nbytes=67 << 30,
+        memory_nbytes=80 << 30, losses=[11.0, 10.9], samples=samples,
+        exposure=Exposure(compute_seconds=1, idle_seconds=0, link_seconds={}, exposed_seconds={"inter": 0.0}),
+    )  # fmt: skip
+
+
+def test_the_trillion_is_read_as_it_was_written(tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    (tmp_path / "t.json").write_text(json.dumps(asdict(_trillion())))
+    assert trillion.read(tmp_path / "t.json") == _trillion()
+
+
+@pytest.mark.full
+def test_ablations_train_the_same(tmp_path: Path) -> None:
+    """Each mechanism can be taken away, and the losses stay, but for imagined replicas that meet twice."""
+    file = ablations.main(["--place", "tiny", "--warmup", "1", "--steps", "1", "--results", str(tmp_path)])
+    rows = ablations.read(file)
+    assert [row.key for row in rows] == [way.key for way in ablations.WAYS]
+    for row in rows:
+        assert row.error is None, row
+        assert row.losses == pytest.approx(rows[0].losses, rel=1e-3 if row.key == "one-hop" else 1e-6), (
+            row.key
+        )
+    table = ablations.table(rows)
+    assert len(table) == len(rows) + 2 and "+0.0%" in table[2]
+    assert "everything on" in "\n".join(page.ablation_table("tiny", tmp_path))
+
+
+@pytest.mark.full
+def test_the_largest_model_in_small(tmp_path: Path) -> None:
+    """The command runs on a CPU, with samples of all phases."""
+    file = trillion.main(["--model", "gpt-tiny", "--layers", "2", "--results", str(tmp_path)])
+    found = trillion.read(file)
+    assert {sample.phase for sample in found.samples} == {"forward", "backward", "optimizer"}
+    assert found.step_seconds > 0 and len(list(tmp_path.glob("*.png"))) == 2
