@@ -267,7 +267,9 @@ def _draw(rows: list[Row], config: BenchConfig) -> None:
     ran = [row for row in rows if row.error is None]
     file, first = config.out / "bench.png", rows[0].run
     title = comparison_title(config.training.model, [row.run for row in rows])
-    subtitle = " ".join([computed_by(first), *([_uplinks(config)] if config.on == "namespace" else [])])
+    subtitle = " ".join(
+        [computed_by(*(row.run for row in rows)), *([_uplinks(config)] if config.on == "namespace" else [])]
+    )
     names = {row.run.system: _system_and_sharding(row.run.system) for row in ran}
     points = {(row.run.system, row.world_size): row.tflops for row in ran}
     if len({row.world_size for row in ran}) > 2 and len(points) == len(ran):

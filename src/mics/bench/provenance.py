@@ -24,16 +24,33 @@ def device_name(device: Device) -> str:
     """``one NVIDIA H200``, ``a CPU (aarch64, 2 cores)``."""
     if device == "cuda":
         return f"one {torch.cuda.get_device_name()}"
-    return f"a CPU ({platform.machine()}, {plural(os.cpu_count() or 1, 'core')})"
+    return f"a {_cpu()}"
 
 
-def emulated_title(clusters: Sequence[Cluster], device: Device) -> str:
-    """``emulated p4d.24xlarge:64 on one NVIDIA H200: rank 0 computes really, the network is simulated``."""
-    names = dict.fromkeys(f"{cluster.name}:{cluster.num_nodes}" for cluster in clusters)
-    return (
-        f"emulated {listed(list(names))} on {device_name(device)}: rank 0 computes really, the network is "
-        "simulated"
-    )
+def compute_and_network(device: Device, clusters: Sequence[Cluster], *, as_gpu: str | None = None) -> str:
+    """``compute of this NVIDIA H200, network of p4d.24xlarge:64``: what of a figure is whose.
+
+    ``as_gpu``: another GPU, in whose time this one's computation is told.
+    """
+    names = listed(list(dict.fromkeys(f"{cluster.name}:{cluster.num_nodes}" for cluster in clusters)))
+    ours = f"this {torch.cuda.get_device_name()}" if device == "cuda" else f"this {_cpu()}"
+    if as_gpu is not None:
+        ours = f"{_article(as_gpu)} {as_gpu.upper()} by the clock of {ours}"
+    return f"compute of {ours}, network of {names}"
+
+
+def _article(name: str) -> str:
+    """``an A100``, ``a V100``."""
+    return "an" if name[0].upper() in "AEFHILMNORSX" else "a"
+
+
+def _cpu() -> str:
+    return f"CPU ({platform.machine()}, {plural(os.cpu_count() or 1, 'core')})"
+
+
+def emulated_title(clusters: Sequence[Cluster], device: Device, *, as_gpu: str | None = None) -> str:
+    """``emulated: compute of this NVIDIA H200, network of p4d.24xlarge:64``."""
+    return f"emulated: {compute_and_network(device, clusters, as_gpu=as_gpu)}"
 
 
 def place_of(run: Run) -> str:
@@ -63,16 +80,18 @@ def _micro_batches(run: Run) -> str:
     return f"{number:,} micro-batch{'' if number == 1 else 'es'}"
 
 
-def computed_by(run: Run) -> str:
-    """``One NVIDIA H200 computes as rank 0; the network is simulated.``"""
-    name = device_name(run.job.device)
-    if run.cluster is None:
-        return f"Computed by {name}."
-    return f"{name[0].upper()}{name[1:]} computes as rank 0; the network is simulated."
+def computed_by(*runs: Run, as_gpu: str | None = None) -> str:
+    """``Compute of this NVIDIA H200, network of p4d.24xlarge:8 (simulated).``"""
+    device = runs[0].job.device
+    clusters = [run.cluster for run in runs if run.cluster is not None]
+    if not clusters:
+        return f"Computed by {device_name(device)}."
+    whose = compute_and_network(device, clusters, as_gpu=as_gpu)
+    return f"{whose[0].upper()}{whose[1:]} (simulated)."
 
 
 def step_subtitle(run: Run) -> str:
-    """``A GPT of 3.64 B parameters. One NVIDIA H200 computes as rank 0; the network is simulated.``"""
+    """``A GPT of 3.64 B parameters. Compute of this NVIDIA H200, network of p4d.24xlarge:8 (simulated).``"""
     return f"A GPT of {count(run.job.model.num_parameters)} parameters. {computed_by(run)}"
 
 
