@@ -289,7 +289,13 @@ def _draw(rows: list[Row], config: BenchConfig) -> None:
 
 def _system_and_sharding(system: str) -> str:
     """``mics``, and where that is not over partition groups: ``fsdp2 (over all)``."""
-    return system + {"group": "", "world": " (over all)", "none": " (not sharded)"}[SYSTEMS[system].partition]
+    sharded = {
+        "group": "",
+        "world": " (over all)",
+        "state": " (its state over all)",
+        "none": " (not sharded)",
+    }
+    return system + sharded[SYSTEMS[system].partition]
 
 
 def _timed(ran: list[Row]) -> str:

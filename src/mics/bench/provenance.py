@@ -70,6 +70,7 @@ def step_title(run: Run, system: System) -> str:
     sharded = {
         "group": f"partition size {run.job.partition_size}",
         "world": f"sharded over all {run.world_size:,}",
+        "state": "whole parameters on each",
         "none": "the whole model on each",
     }
     return f"{run.system} on {place_of(run)}, {sharded[system.partition]}, {_micro_batches(run)}"
