@@ -105,7 +105,9 @@ def test_what_was_measured_is_chosen(wire: str, measured: str) -> None:
     [
         pytest.param({"recomputed": {}}, id="a backward that is too short for an all-reduce"),
         pytest.param({"low_memory": True}, id="low memory"),
-        pytest.param({"least_memory_nbytes": 16e9}, id="too little memory for 8 GB of masters and their state"),
+        pytest.param(
+            {"least_memory_nbytes": 16e9}, id="too little memory for 8 GB of masters and their state"
+        ),
         pytest.param({"least_memory_nbytes": 0.0}, id="memory that nobody knows"),
         pytest.param({"partition_size": 512}, id="one replica"),
     ],
