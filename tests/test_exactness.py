@@ -127,7 +127,7 @@ def _cases(draw: st.DrawFn) -> Case:
         partition_size=draw(st.sampled_from(list(iterate_divisors(world_size)))),
         ranks_per_node=draw(st.integers(1, min(world_size, grid.MAX_RANKS_PER_NODE))),
         accumulation=draw(st.integers(1, grid.MAX_ACCUMULATION)),
-        optimizer_sharding=draw(st.sampled_from(["world", "partition"])),
+        optimizer_sharding=draw(st.sampled_from(["auto", "world", "partition"])),
         bf16=draw(st.booleans()),
         announced=draw(st.booleans()),
         clipped=draw(st.booleans()),

@@ -64,7 +64,9 @@ def shard(
         hierarchical: gather and reduce in two stages where a partition group has as many ranks on each of
             several nodes: where the cost model says that it pays ("auto"), always (True) or never (False).
         optimizer_sharding: "world" divides masters and optimizer state over partition x replication,
-            "partition" over the partition group alone.
+            "partition" over the partition group alone, which takes more memory. "auto": the latter where the
+            cost model says that it saves time (narrow gradients, recomputed units, several replicas) and
+            half of a device's memory is left to activations.
         precision: dtypes of parameters, reduction and masters; by default bfloat16 parameters with float32
             masters on CUDA, and float32 on the CPU.
         prefetch: units to gather ahead of their use, or a ``mics.Prefetch`` that limits their bytes too;
@@ -122,6 +124,8 @@ def shard(
     sharing = ranks_on_gpu(accounts, world)
     if sharing > 1:
         settings = replace(settings, cluster=with_shared_gpus(settings.cluster), ranks_on_gpu=sharing)
+    least = min(account["memory"] for account in accounts) / sharing
+    settings = replace(settings, least_memory_nbytes=least)
     return build(model, world, settings, nodes, share_links=sharing > 1)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
 
 from mics.activations.policy import Applied, apply_activations
-from mics.choices import Choices, choose_topology, replicas_exchange, unit_specs
+from mics.choices import Choices, choose_optimizer_sharding, choose_topology, replicas_exchange, unit_specs
 from mics.comm import TrafficCounter, World
 from mics.comm.world import MeshCollectives
 from mics.config import Settings
@@ -48,6 +49,7 @@ def build(
     """Shard ``model`` in place, and attach the engine that trains it."""
     order = {name: index for index, name in enumerate(dict.fromkeys(node_names))}
     topology = choose_topology(settings, [order[name] for name in node_names], talk=world.rank == 0)
+    settings = replace(settings, optimizer_sharding=choose_optimizer_sharding(settings, topology))
     world.start_liveness(settings.device)
     counter = TrafficCounter()
     mesh = world.collectives(

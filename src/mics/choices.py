@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn as nn
 
 from mics.comm import World
 from mics.config import Settings, cluster_for, device_of, imagined_memory, whole_node
-from mics.cost.auto import batch_nbytes, exchange_pays, latency_nbytes, two_stages_pay
+from mics.cost.auto import Turn, batch_nbytes, exchange_pays, latency_nbytes, two_stages_pay
 from mics.cost.collectives import Kind, Span
-from mics.cost.depth import MicroStep, batching_for, reduction_share
+from mics.cost.depth import MicroStep, batching_for, forward_seconds, reduction_share
 from mics.cost.memory import ADAM_NBYTES, USABLE
 from mics.cost.modules import shape_of_module
 from mics.cost.setting import fitting_partition
@@ -29,6 +30,7 @@ from mics.sharding.unit import Unit
 
 _log = logging.getLogger("mics")
 _said: set[str] = set()
+_MASTER_NBYTES = 4  # of an element in float32
 
 
 def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -> Topology:
@@ -68,6 +70,65 @@ def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) 
     limit = imagined_memory(world) or total
     found = fitting_partition(shape, cluster, memory_nbytes=min(total, limit))
     return world.size if found is None else found
+
+
+def choose_optimizer_sharding(settings: Settings, topology: Topology) -> Literal["world", "partition"]:
+    """Whether every partition group has whole masters: as asked, or where that saves time and fits.
+
+    The answer rests on what all ranks have compared, so that it is the same on all of them.
+    """
+    if settings.optimizer_sharding != "auto":
+        return settings.optimizer_sharding
+    trained = [site for site in settings.sites if _trained_numel(site)]
+    if settings.low_memory or not trained or not _whole_masters_fit(settings, topology.partition_size):
+        return "world"
+    dtypes = [
+        settings.precision.dtype_of_master(ref.param.dtype)
+        for site in trained
+        for ref in site.params
+        if ref.param.requires_grad
+    ]
+    again = {
+        id(module) for block, taken in settings.recomputed.items() if taken for module in block.modules()
+    }
+    forwards = [forward_seconds(settings.cluster, _trained_numel(site), 1) for site in trained]
+    turn = Turn(
+        cluster=settings.cluster,
+        replication=_replica_span(topology),
+        partition_size=topology.partition_size,
+        numels=[_trained_numel(site) for site in trained],
+        forwards=forwards,
+        backwards=[
+            (3 if id(site.module) in again else 2) * seconds
+            for site, seconds in zip(trained, forwards, strict=True)
+        ],
+        wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in dtypes),
+        param_nbytes=max(_param_nbytes(site, settings) for site in trained),
+    )
+    return "partition" if turn.whole_masters_pay(knows_rows=False) else "world"
+
+
+def _whole_masters_fit(settings: Settings, partition_size: int) -> bool:
+    """Whether parameters, gradients and whole masters leave half of a device to activations."""
+    nbytes = 0
+    for site in settings.sites:
+        nbytes += _nbytes(site, settings)
+        # Gradients, masters and two moments.
+        nbytes += (2 * _MASTER_NBYTES + ADAM_NBYTES) * _trained_numel(site)
+    return nbytes / partition_size <= settings.least_memory_nbytes / 2
+
+
+def _trained_numel(site: Site) -> int:
+    return sum(ref.param.numel() for ref in site.params if ref.param.requires_grad)
+
+
+def _param_nbytes(site: Site, settings: Settings) -> int:
+    """Of an element of gathered parameters."""
+    return max(
+        settings.precision.dtype_of_param(ref.param.dtype, settings.device).itemsize
+        for ref in site.params
+        if ref.param.requires_grad
+    )
 
 
 def replicas_exchange(settings: Settings, topology: Topology) -> bool:

@@ -28,7 +28,7 @@ from mics.sharding.model_checks import check_model
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-OptimizerSharding = Literal["world", "partition"]
+OptimizerSharding = Literal["auto", "world", "partition"]
 _DRIVER_NBYTES = 1 << 30  # of a GPU: tables of its pages, the CUDA context and loaded kernels
 _AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
@@ -50,6 +50,8 @@ class Settings:
     """Ranks that share this one's GPU, with it."""
     memory_nbytes: float = 0.0
     """Of the device of a rank that is emulated; 0: what this rank's device has."""
+    least_memory_nbytes: float = 0.0
+    """Of a device, the least of all ranks: what all of them may decide by; 0: not known."""
     activations: Activations | None
     recomputed: dict[nn.Module, bool]
     """For each unit, and for what is recomputed with the units in it."""
@@ -86,9 +88,9 @@ def check_settings(
         raise SettingsError(f"mics.shard: expected an nn.Module, found {type(model).__name__}")
     if hierarchical not in ("auto", True, False):
         raise SettingsError(f'hierarchical: expected "auto", True or False, found {hierarchical!r}')
-    if optimizer_sharding not in ("world", "partition"):
+    if optimizer_sharding not in ("auto", "world", "partition"):
         raise SettingsError(
-            f'optimizer_sharding: expected "world" or "partition", found {optimizer_sharding!r}'
+            f'optimizer_sharding: expected "auto", "world" or "partition", found {optimizer_sharding!r}'
         )
     if not isinstance(precision, Precision):
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
@@ -237,7 +239,7 @@ def device_of(model: nn.Module, world: World) -> torch.device:
 
 def describe(world: World, settings: Settings | None, error: Exception | None) -> dict[str, Any]:
     """What this rank is about to do, for comparison with the others."""
-    account: dict[str, Any] = {"rank": world.rank, "error": None, "gpu": None}
+    account: dict[str, Any] = {"rank": world.rank, "error": None, "gpu": None, "memory": 0.0}
     if settings is None or error is not None:
         return account | {"error": f"{type(error).__name__}: {error}"}
     described = [
@@ -258,6 +260,7 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "audit_interval": settings.audit_interval,
         "cluster (MICS_CLUSTER)": str(settings.cluster),
         "gpu": _gpu(settings.device),
+        "memory": _memory_nbytes(world, settings),
         "device type": settings.device.type,
         "torch version": torch.__version__.split("+")[0],
         "number of parameters and buffers": len(described),
@@ -285,6 +288,13 @@ def _gpu(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
+def _memory_nbytes(world: World, settings: Settings) -> float:
+    """Of the device, as the cluster says it where there is none or it plays another."""
+    if settings.device.type == "cuda" and world.imagined is None:
+        return float(torch.cuda.get_device_properties(settings.device).total_memory)
+    return settings.cluster.memory_nbytes
+
+
 def ranks_on_gpu(accounts: Sequence[dict[str, Any]], world: World) -> int:
     """The most ranks that have one GPU: with more than one of them collectives compete for it."""
     gpus = Counter(account["gpu"] for account in accounts if account["gpu"] is not None)
@@ -299,7 +309,7 @@ def compare(accounts: Sequence[dict[str, Any]]) -> None:
             f"mics.shard failed on rank {failed[0]['rank']}, so it cannot go on here: {failed[0]['error']}"
         )
     for key in accounts[0]:
-        if key in ("rank", "gpu"):
+        if key in ("rank", "gpu", "memory"):
             continue
         first = accounts[0][key]
         other = next((account for account in accounts if account[key] != first), None)

@@ -10,12 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
+from mics.bench.clock import Clock
 from mics.bench.command import _draw as draw_rows
 from mics.bench.config import BenchConfig, Training
 from mics.bench.job import Job
 from mics.bench.models import BENCH_MODELS
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
-from mics.bench.provenance import caveats, emulated_title
+from mics.bench.provenance import caveats, compute_and_network, emulated_title
 from mics.bench.summary import Row, agree, summarise, verdict
 from mics.bench.supervise import Launcher, supervise
 from mics.bench.table import cells, markdown_table
@@ -178,7 +179,7 @@ def test_pictures_name_cluster_partition_size_and_device(tmp_path: Path) -> None
         with readable() as words:
             draw_rows(summarise(runs, outcomes, peak_tflops=None), config)
         assert set(expected) <= set(words)
-        assert any("a CPU (" in word or "A CPU (" in word for word in words)
+        assert any("this CPU (" in word or "a CPU (" in word for word in words)
     assert "Computed by a CPU (" in " ".join(words)
 
 
@@ -196,8 +197,8 @@ def test_bench_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["bench", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "Losses are not compared" in printed and "from one timed step nobody knows the noise" in printed
-    assert "gpt-tiny, emulated p4d.24xlarge:2 on a CPU (" in printed
-    assert "rank 0 computes really, the network is simulated" in printed
+    assert "gpt-tiny, emulated: compute of this CPU (" in printed
+    assert "network of p4d.24xlarge:2" in printed
     assert "2 accumulation steps: global batch 2,048 tokens = 32 sequences of 64" in printed
     assert "not of p4d.24xlarge's GPUs: compare systems with each other" in printed
     assert "TFLOP/s count what is multiplied" in printed
@@ -220,7 +221,7 @@ def test_emulate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "32 ranks of p3dn.24xlarge, emulated, partition size 16" in printed
     assert "exposed inter all_gather" in printed
     flat = " ".join(printed.split())
-    assert "on a CPU (" in flat and "rank 0 computes really, the network is simulated" in flat
+    assert "compute of this CPU (" in flat and "network of p3dn.24xlarge:4" in flat
     assert "global batch 4,096 tokens = 64 sequences of 64" in flat
 
 
@@ -276,6 +277,61 @@ def test_nobody_wins_inside_the_noise() -> None:
     assert "mics has the shortest step; hsdp 1.16 x its time." in said
 
 
+def _emulated(*rows: tuple[float, float, float, float]) -> list[Row]:
+    """Of emulated systems: (lowest, highest) step, computing and exposed seconds."""
+    runs = interleave(
+        ["mics", "ddp", "hsdp"][: len(rows)], [(JOB, find_cluster("p4d.24xlarge:1"))], repeats=1, record=True
+    )
+    outcomes = [
+        replace(
+            _outcome(number),
+            step_seconds=[low, (low + high) / 2, high],
+            exposure=Exposure(
+                compute_seconds=computed,
+                idle_seconds=0.0,
+                link_seconds={"intra": exposed, "inter": 0.0},
+                exposed_seconds={"intra": exposed, "inter": 0.0},
+                link_nbytes={"intra": 0.0, "inter": 0.0},
+            ),
+        )
+        for number, (low, high, computed, exposed) in enumerate(rows)
+    ]
+    return summarise(runs, outcomes, peak_tflops=None)
+
+
+def test_nobody_wins_by_what_the_device_computes() -> None:
+    """A gap that is all computing is the CPU's; one that is exposed communication is the system's."""
+    said = verdict(_emulated((1.0, 1.1, 1.04, 0.0), (1.9, 2.1, 1.98, 0.003), (1.5, 1.6, 1.05, 0.5)))[0]
+    assert "no ranking of mics and ddp: computation explains the gap between 1,050.0 ms and 2,000.0" in said
+    assert "(computing 1,040.0 ms and 1,980.0 ms, exposed communication 0.0 ms to 3.0 ms)" in said
+    assert "hsdp 1.48 x the time of mics" in said and "shortest" not in said and "ddp 1.9" not in said
+
+
+def test_a_breakdown_of_another_step_is_said() -> None:
+    """Timed steps of 469 ms, and one that computed for 824: no ranking rests on that."""
+    rows = _emulated((0.46, 0.48, 0.824, 0.003), (0.9, 1.0, 0.93, 0.0))
+    first, warned, *_ = verdict(rows)
+    assert "ddp and mics are not ranked" in first and "shortest" not in first
+    assert "the breakdown of mics is not of the timed step" in warned
+    assert "computed 824.0 ms, the timed steps took 460 ms to 480 ms" in warned
+    heads, lines = cells(rows)
+    assert [line[heads.index("compute ms")] for line in lines] == ["824*", "930"]
+
+
+@pytest.mark.parametrize(
+    ("as_gpu", "expected"),
+    [
+        (None, "compute of this NVIDIA H200, network of p4d.24xlarge:2"),
+        ("a100", "compute of an A100 by the clock of this NVIDIA H200, network of p4d.24xlarge:2"),
+        ("v100", "compute of a V100 by the clock of this NVIDIA H200, network of p4d.24xlarge:2"),
+    ],
+)
+def test_titles_say_whose_computation_it_is(as_gpu: str | None, expected: str) -> None:
+    with patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
+        clock = None if as_gpu is None else Clock(gpu=as_gpu, terms=())
+        assert compute_and_network("cuda", [find_cluster("p4d.24xlarge:2")], [clock]) == expected
+
+
 def test_one_timed_step_says_nothing_about_noise() -> None:
     runs = interleave(["mics", "hsdp"], [(JOB, 4)], repeats=1, record=False)
     outcomes = [replace(_outcome(number), step_seconds=[1.0 + number]) for number in range(2)]
@@ -305,5 +361,5 @@ def test_figures_of_another_device_say_so() -> None:
         assert "those of one NVIDIA H200 (989 TFLOP/s at its peak), not of p4d.24xlarge's GPUs (312)" in line
         assert caveats([find_cluster("dgx-h100:2")], "cuda") == []
         assert emulated_title([find_cluster("dgx-h100:2")], "cuda") == (
-            "emulated dgx-h100:2 on one NVIDIA H200: rank 0 computes really, the network is simulated"
+            "emulated: compute of this NVIDIA H200, network of dgx-h100:2"
         )

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from mics.bench.job import Job
 from mics.bench.systems import SYSTEMS, Batch, SystemUnavailable, find_deepspeed
 from mics.bench.systems.start import build_model, materialise, meta_model
+from mics.bench.systems.with_zero2 import build_zero2
 from mics.models import GPTConfig
 from tests.ranks import RankPool, run_ranks
 
 NUM_RANKS = 4
 NUM_STEPS = 3
-TORCH_SYSTEMS = ("mics", "fsdp2", "hsdp", "hsdp-kept", "ddp")
+TORCH_SYSTEMS = ("mics", "fsdp2", "hsdp", "hsdp-kept", "ddp", "zero2", "zero2-reduce")
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, hidden_size=32, vocab_size=61, seq_len=16)
 JOB = Job(
@@ -63,13 +64,13 @@ def _train(names: tuple[str, ...], job: Job) -> dict[str, list[float]]:
     return losses
 
 
-def _train_alone(job: Job) -> list[float]:
+def _train_alone(job: Job, num_ranks: int = NUM_RANKS) -> list[float]:
     """The same losses from one process that sees the global batch of each step at once."""
     model = build_model(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     losses = []
     for step in range(NUM_STEPS):
-        micro_batches = [batch for rank in range(NUM_RANKS) for batch in _batches(job, step, rank)]
+        micro_batches = [batch for rank in range(num_ranks) for batch in _batches(job, step, rank)]
         loss = model(*(torch.cat(part) for part in zip(*micro_batches, strict=True)))
         loss.backward()
         if job.max_norm is not None:
@@ -148,6 +149,51 @@ def test_peers_communicate_no_more_than_they_must() -> None:
     assert run_ranks(NUM_RANKS, _count_collectives, "hsdp-kept", JOB, ranks_per_node=2)[0] == expected
 
 
+def _train_zero2(job: Job, bucket_numel: int, joins_owners: bool) -> tuple[list[float], dict[str, int]]:
+    """Losses with buckets of so many elements, and the collectives of a step."""
+    trainer = build_zero2(job, bucket_numel=bucket_numel, joins_owners=joins_owners)
+    counts: Counter[str] = Counter()
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce", "all_gather_into_tensor", "all_gather_single"):
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
+
+            def counted(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+                counts["all_gather" if "gather" in name else name] += 1
+                return original(*args, **options)
+
+            patch.setattr(dist, name, counted)
+        for step in range(NUM_STEPS):
+            counts.clear()
+            losses.append(trainer.step(_batches(job, step, dist.get_rank())))
+    trainer.close()
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist(), dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "bucket_numel", "joins_owners", "expected"),
+    [
+        # Five buckets in each of two micro-steps, and one more all-reduce for the norm.
+        pytest.param(4, 8_000, True, {"all_reduce": 11, "all_gather": 1}, id="all-reduce"),
+        pytest.param(4, 1 << 30, False, {"reduce": 8, "all_reduce": 1, "all_gather": 1}, id="reduce"),
+        pytest.param(2, 500, True, None, id="smaller than a matrix"),
+        pytest.param(3, 5_000, False, None, id="ranks that do not divide"),
+    ],
+)
+def test_zero2_equals_training_in_one_process(
+    num_ranks: int, bucket_numel: int, joins_owners: bool, expected: dict[str, int] | None
+) -> None:
+    """Whatever buckets there are: clipped, tied, recomputed; and the collectives of DeepSpeed's stage 2."""
+    losses, counts = run_ranks(num_ranks, _train_zero2, CLIPPED, bucket_numel, joins_owners)[0]
+    assert losses == pytest.approx(_train_alone(CLIPPED, num_ranks), abs=1e-5)
+    if expected is not None:
+        assert counts == expected
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_values_do_not_depend_on_the_order_of_building(tied: bool) -> None:
     """A model materialised piece by piece, in any order, has the values of the whole one."""
@@ -178,7 +224,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
     monkeypatch.setattr(find_deepspeed, "_versions", dict)
     peers = [system for system in SYSTEMS.values() if system.needs]
-    assert len(peers) == 4
+    assert len(peers) == 5
     for system in peers:
         with pytest.raises(SystemUnavailable, match="pip install ") as caught:
             system.build(JOB)
@@ -208,7 +254,8 @@ def test_megatron_says_what_it_cannot_train(job: Job, reason: str, monkeypatch: 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "partition_size"), [("deepspeed-zero3", 4), ("deepspeed-mics", 2), ("deepspeed-mics", 4)]
+    ("name", "partition_size"),
+    [("deepspeed-zero2", 1), ("deepspeed-zero3", 4), ("deepspeed-mics", 2), ("deepspeed-mics", 4)],
 )
 def test_deepspeed_equals_training_in_one_process(name: str, partition_size: int) -> None:
     """Where a DeepSpeed is at hand, its systems in processes of their own; MiCS on one node and on two."""

@@ -280,7 +280,9 @@ def _draw(rows: list[Row], config: BenchConfig) -> None:
     ran = [row for row in rows if row.error is None]
     file, first = config.out / "bench.png", rows[0].run
     title = comparison_title(config.training.model, [row.run for row in rows])
-    subtitle = " ".join([computed_by(first), *([_uplinks(config)] if config.on == "namespace" else [])])
+    subtitle = " ".join(
+        [computed_by(*(row.run for row in rows)), *([_uplinks(config)] if config.on == "namespace" else [])]
+    )
     names = {row.run.system: _system_and_sharding(row.run.system) for row in ran}
     points = {(row.run.system, row.world_size): row.tflops for row in ran}
     if len({row.world_size for row in ran}) > 2 and len(points) == len(ran):
@@ -300,7 +302,13 @@ def _draw(rows: list[Row], config: BenchConfig) -> None:
 
 def _system_and_sharding(system: str) -> str:
     """``mics``, and where that is not over partition groups: ``fsdp2 (over all)``."""
-    return system + {"group": "", "world": " (over all)", "none": " (not sharded)"}[SYSTEMS[system].partition]
+    sharded = {
+        "group": "",
+        "world": " (over all)",
+        "state": " (its state over all)",
+        "none": " (not sharded)",
+    }
+    return system + sharded[SYSTEMS[system].partition]
 
 
 def _timed(ran: list[Row]) -> str:

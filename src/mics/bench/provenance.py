@@ -25,20 +25,30 @@ def device_name(device: Device) -> str:
     """``one NVIDIA H200``, ``a CPU (aarch64, 2 cores)``."""
     if device == "cuda":
         return f"one {torch.cuda.get_device_name()}"
-    return f"a CPU ({platform.machine()}, {plural(os.cpu_count() or 1, 'core')})"
+    return f"a {_cpu()}"
+
+
+def compute_and_network(
+    device: Device, clusters: Sequence[Cluster], clocks: Sequence[Clock | None] = (None,)
+) -> str:
+    """``compute of this NVIDIA H200, network of p4d.24xlarge:64``: what of a figure is whose."""
+    names = listed(list(dict.fromkeys(f"{cluster.name}:{cluster.num_nodes}" for cluster in clusters)))
+    ours = f"this {torch.cuda.get_device_name()}" if device == "cuda" else f"this {_cpu()}"
+    gpus = dict.fromkeys(clock.title for clock in clocks if clock is not None)
+    if gpus:
+        ours = f"{listed(list(gpus))} by the clock of {ours}"
+    return f"compute of {ours}, network of {names}"
+
+
+def _cpu() -> str:
+    return f"CPU ({platform.machine()}, {plural(os.cpu_count() or 1, 'core')})"
 
 
 def emulated_title(
     clusters: Sequence[Cluster], device: Device, clocks: Sequence[Clock | None] = (None,)
 ) -> str:
-    """``emulated p4d.24xlarge:64 on one NVIDIA H200: rank 0 computes really, the network is simulated``."""
-    names = dict.fromkeys(f"{cluster.name}:{cluster.num_nodes}" for cluster in clusters)
-    gpus = dict.fromkeys(clock.title for clock in clocks if clock is not None)
-    whose = f", times are those of {listed(list(gpus))}" if gpus else ""
-    return (
-        f"emulated {listed(list(names))} on {device_name(device)}: rank 0 computes really, the network is "
-        f"simulated{whose}"
-    )
+    """``emulated: compute of this NVIDIA H200, network of p4d.24xlarge:64``."""
+    return f"emulated: {compute_and_network(device, clusters, clocks)}"
 
 
 def place_of(run: Run) -> str:
@@ -58,6 +68,7 @@ def step_title(run: Run, system: System) -> str:
     sharded = {
         "group": f"partition size {run.job.partition_size}",
         "world": f"sharded over all {run.world_size:,}",
+        "state": "whole parameters on each",
         "none": "the whole model on each",
     }
     return f"{run.system} on {place_of(run)}, {sharded[system.partition]}, {_micro_batches(run)}"
@@ -68,18 +79,18 @@ def _micro_batches(run: Run) -> str:
     return f"{number:,} micro-batch{'' if number == 1 else 'es'}"
 
 
-def computed_by(run: Run) -> str:
-    """``One NVIDIA H200 computes as rank 0; the network is simulated.``"""
-    name = device_name(run.job.device)
-    if run.cluster is None:
-        return f"Computed by {name}."
-    clock = run.clock
-    speed = "" if clock is None else f", on the clock of {clock.title}"
-    return f"{name[0].upper()}{name[1:]} computes as rank 0{speed}; the network is simulated."
+def computed_by(*runs: Run) -> str:
+    """``Compute of this NVIDIA H200, network of p4d.24xlarge:8 (simulated).``"""
+    device = runs[0].job.device
+    clusters = [run.cluster for run in runs if run.cluster is not None]
+    if not clusters:
+        return f"Computed by {device_name(device)}."
+    whose = compute_and_network(device, clusters, [run.clock for run in runs])
+    return f"{whose[0].upper()}{whose[1:]} (simulated)."
 
 
 def step_subtitle(run: Run) -> str:
-    """``A GPT of 3.64 B parameters. One NVIDIA H200 computes as rank 0; the network is simulated.``"""
+    """``A GPT of 3.64 B parameters. Compute of this NVIDIA H200, network of p4d.24xlarge:8 (simulated).``"""
     kind = "GPT" if run.job.model.causal else "BERT"
     blocks = f" ({run.blocks})" if run.blocks else ""
     return f"A {kind} of {count(run.job.model.num_parameters)} parameters{blocks}. {computed_by(run)}"

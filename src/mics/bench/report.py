@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mics.bench.provenance import caveats, emulated_title
-from mics.bench.summary import Row
+from mics.bench.summary import Row, warning
 from mics.bench.timeline import LINKS
 from mics.utils.global_batch import GlobalBatch
 from mics.utils.numbers import memory, milliseconds, percent, tflops, volume
@@ -53,6 +53,8 @@ def print_report(row: Row, batch: GlobalBatch, folder: Path, console: Console) -
         table.add_row("peak reserved", memory(outcome.peak_reserved_nbytes))
         table.add_row("allocator retries", str(outcome.num_alloc_retries))
     console.print(table)
+    if row.breakdown_differs:
+        console.print(f"Warning: {warning(row)}", markup=False, highlight=False, style="yellow")
     for line in caveats([row.run.cluster], row.run.job.device, [row.run.clock]):
         console.print(line, markup=False, highlight=False)
     console.print(

@@ -14,9 +14,12 @@ from mics.bench.plan import Outcome, Run
 from mics.bench.systems import SYSTEMS
 from mics.cost.clusters import Cluster
 from mics.models import GPTConfig
-from mics.utils.numbers import listed, percent, plural, seconds, times
+from mics.utils.numbers import listed, milliseconds, percent, plural, seconds, times
 
 _DISAGREE: Final = "LOSSES DISAGREE"
+_LONGER: Final = 1.1  # times the slowest timed step: what computes longer than that is another step
+_SHORTER: Final = 0.8  # times the fastest one
+_MOST: Final = 0.5  # of a gap between two systems: what explains more of it explains it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,28 @@ class Row:
         found = [x for x in map(value, self.good) if x is not None]
         return statistics.median(found) if found else None
 
+    @property
+    def compute_seconds(self) -> float | None:
+        """Of the step that was looked into; None where none was."""
+        return self.median(lambda found: None if found.exposure is None else found.exposure.compute_seconds)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Of the same step: links were busy and nothing computed."""
+        return self.median(
+            lambda found: None if found.exposure is None else sum(found.exposure.exposed_seconds.values())
+        )
+
+    @property
+    def breakdown_differs(self) -> bool:
+        """The step that was looked into is not like those that were timed."""
+        computed, exposed = self.compute_seconds, self.exposed_seconds
+        if computed is None or exposed is None:
+            return False
+        idle = self.median(lambda found: None if found.exposure is None else found.exposure.idle_seconds)
+        _, low, high = self.step_seconds
+        return computed > _LONGER * high or computed + exposed + (idle or 0.0) < _SHORTER * low
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for the JSON file."""
         return {
@@ -97,6 +122,7 @@ class Row:
             "step_seconds": None if self.error else self.step_seconds,
             "tflops": None if self.error else self.tflops,
             "mfu": None if self.error else self.mfu,
+            "breakdown_differs": None if self.error else self.breakdown_differs,
             "outcomes": [asdict(outcome) for outcome in self.outcomes],
         }
 
@@ -124,6 +150,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         )
         if len(ran) > 1:
             said.append(f"{setting}: {_ranking(ran)}")
+        said += [f"{setting}: {warning(row)}" for row in ran if row.breakdown_differs]
         said += [
             f"{setting}: {row.run.system} did not run: {row.error}"
             for row in rows_of_setting
@@ -153,22 +180,67 @@ def _count_of_flops(model: GPTConfig) -> str:
 
 
 def _ranking(ran: Sequence[Row]) -> str:
-    """The shortest median first. Nobody wins whose slowest step is not before every step of the others."""
-    best = ran[0]
-    close = [row for row in ran[1:] if row.step_seconds[1] <= best.step_seconds[2]]
-    ratios = ", ".join(
-        f"{row.run.system} {times(row.step_seconds[0] / best.step_seconds[0])}"
-        for row in ran[1:]
-        if row not in close
-    )
+    """The shortest median first, where there is one.
+
+    Nobody wins whose slowest step is not before every step of the others. Nor is a system ranked whose
+    computation takes longer by as much as its step does: that is the device's doing, or the noise's.
+    """
     if min(row.num_timed for row in ran) < 2:
         every = ", ".join(f"{row.run.system} {seconds(row.step_seconds[0])}" for row in ran)
         return f"{every}; from one timed step nobody knows the noise: raise --steps or --repeats."
-    if not close:
+    best, *others = ran
+    close = [row for row in others if row.step_seconds[1] <= best.step_seconds[2]]
+    apart = [row for row in others if row not in close]
+    unlike = [row for row in apart if best.breakdown_differs or row.breakdown_differs]
+    computed = [row for row in apart if row not in unlike and _computation_explains(best, row)]
+    slower = [row for row in apart if row not in unlike and row not in computed]
+    ratios = ", ".join(
+        f"{row.run.system} {times(row.step_seconds[0] / best.step_seconds[0])}" for row in slower
+    )
+    if not (close or unlike or computed):
         return f"{best.run.system} has the shortest step; {ratios} its time."
-    spans = listed([f"{row.run.system} ({_span(row)})" for row in (best, *close)])
-    others = f"; {ratios} the time of {best.run.system}" if ratios else ""
-    return f"within noise: {spans} overlap, so none is faster{others}."
+    parts = []
+    if close:
+        spans = listed([f"{row.run.system} ({_span(row)})" for row in (best, *close)])
+        parts.append(f"within noise: {spans} overlap, so none is faster")
+    parts += [_words_on_computation(best, row) for row in computed]
+    if unlike:
+        names = listed([row.run.system for row in unlike])
+        parts.append(
+            f"{names} and {best.run.system} are not ranked: no breakdown of the timed steps says what tells "
+            "them apart"
+        )
+    if ratios:
+        parts.append(f"{ratios} the time of {best.run.system}")
+    return f"{'; '.join(parts)}."
+
+
+def _computation_explains(best: Row, row: Row) -> bool:
+    """Most of what a system takes longer is computing, which the network has no part in."""
+    ours, theirs = best.compute_seconds, row.compute_seconds
+    if ours is None or theirs is None:
+        return False
+    return theirs - ours >= _MOST * (row.step_seconds[0] - best.step_seconds[0])
+
+
+def _words_on_computation(best: Row, row: Row) -> str:
+    ours, theirs = best.compute_seconds or 0.0, row.compute_seconds or 0.0
+    low, high = sorted((best.exposed_seconds or 0.0, row.exposed_seconds or 0.0))
+    return (
+        f"no ranking of {best.run.system} and {row.run.system}: computation explains the gap between "
+        f"{milliseconds(best.step_seconds[0])} and {milliseconds(row.step_seconds[0])} (computing "
+        f"{milliseconds(ours)} and {milliseconds(theirs)}, exposed communication {milliseconds(low)} to "
+        f"{milliseconds(high)})"
+    )
+
+
+def warning(row: Row) -> str:
+    """That the breakdown is of another step than those that were timed."""
+    return (
+        f"the breakdown of {row.run.system} is not of the timed step (* in the table): it computed "
+        f"{milliseconds(row.compute_seconds or 0.0)}, the timed steps took {_span(row)}. Do not subtract "
+        "one from the other; run it again with nothing else on this machine."
+    )
 
 
 def _span(row: Row) -> str:

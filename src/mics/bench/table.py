@@ -44,6 +44,12 @@ def _step(row: Row) -> str:
     return f"{whole(median)} ({whole(low)} to {whole(high)})"
 
 
+def _compute(row: Row) -> str | None:
+    """With an asterisk where it is not of a step like those that were timed."""
+    found = _milliseconds(row.compute_seconds)
+    return f"{found}*" if found is not None and row.breakdown_differs else found
+
+
 def _uplink(row: Row) -> str | None:
     nbytes = row.median(lambda found: found.uplink_nbytes)
     return None if nbytes is None else f"{nbytes / 1e6:,.1f}"
@@ -59,12 +65,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Row], str | None]], ...]] = (
     ("step ms", _step),
     ("TFLOP/s", lambda row: tflops(row.tflops)),
     ("MFU", lambda row: None if row.mfu is None else percent(row.mfu)),
-    (
-        "compute ms",
-        lambda row: _milliseconds(
-            row.median(lambda found: None if found.exposure is None else found.exposure.compute_seconds)
-        ),
-    ),
+    ("compute ms", _compute),
     ("exposed intra ms", _exposed("intra")),
     ("exposed inter ms", _exposed("inter")),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median_low
 from typing import Final
 
@@ -14,6 +15,9 @@ _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency befor
 _MAX_PREFETCH: Final = 3
 _MAX_HORIZON: Final = 4
 _LEAST_MESSAGE_NBYTES: Final = 64 << 10
+_WORTH_SHARE: Final = 0.02  # of a step, that whole masters must save: they take memory
+_MASTER_NBYTES: Final = 4  # of a master's element in float32
+_UPDATE_NBYTES: Final = 30  # moved for each element: AdamW in float32, and the 16-bit copy
 
 
 def move_seconds(cluster: Cluster, kind: Kind, span: Span, nbytes: int, *, two_stage: bool) -> float:
@@ -71,6 +75,77 @@ def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
         return False
     exchange, ring = (cost(cluster, kind, span, nbytes) for kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER))
     return exchange.seconds < (1 - _LATENCY_SHARE) * ring.seconds
+
+
+def replica_seconds(cluster: Cluster, span: Span, kind: Kind, nbytes: int, *, largest_nbytes: int) -> float:
+    """Time of a chunk across replicas, by a ring or by an exchange, which the largest chunk decides."""
+    if kind is not Kind.ALL_REDUCE and exchange_pays(cluster, span, largest_nbytes):
+        kind = Kind.ALL_TO_ALL
+    return cost(cluster, kind, span, nbytes).seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The last backward of a step and the next forward: where replicas meet. Units are in forward order."""
+
+    cluster: Cluster
+    replication: Span
+    partition_size: int
+    numels: Sequence[int]
+    forwards: Sequence[float]
+    """Seconds of each unit's forward, for one row where rows are not known."""
+    backwards: Sequence[float]
+    wire_nbytes: int
+    """Of a gradient's element between replicas."""
+    param_nbytes: int = 2
+    other_seconds: float = 0.0
+    """Of the step's other micro-steps."""
+
+    def whole_masters_pay(self, *, knows_rows: bool = True) -> bool:
+        """Whether a step is shorter with masters whole in every partition group.
+
+        Gradients then cross replicas in an all-reduce that hides under the last backward. Otherwise a
+        reduce-scatter hides there, and new parameters under the next forward, which is a third of a
+        micro-step, or a quarter with recomputation. Where rows are not known, they are taken to be those
+        whose backward just hides the all-reduce: with more nothing is exposed either way.
+        """
+        if self.replication.size == 1:
+            return False
+        scale = 1.0 if knows_rows else sum(self._across(Kind.ALL_REDUCE)) / max(sum(self.backwards), 1e-12)
+        world, whole = self._seconds(scale, whole=False), self._seconds(scale, whole=True)
+        return world - whole > _WORTH_SHARE * (world + self.other_seconds)
+
+    def _seconds(self, scale: float, *, whole: bool) -> float:
+        """From the beginning of the last backward to the end of the next forward."""
+        reductions = self._across(Kind.ALL_REDUCE if whole else Kind.REDUCE_SCATTER)
+        computed = sent = 0.0
+        for seconds, reduction in zip(reversed(self.backwards), reversed(reductions), strict=True):
+            computed += scale * seconds
+            sent = max(computed, sent) + reduction
+        owners = self.partition_size * (1 if whole else self.replication.size)
+        bandwidth = self.cluster.memory_bandwidth or math.inf
+        computed = sent = sent + sum(self.numels) * _UPDATE_NBYTES / owners / bandwidth
+        spread = [0.0] * len(self.numels) if whole else self._across(Kind.ALL_GATHER)
+        for seconds, arrival in zip(self.forwards, spread, strict=True):
+            sent += arrival
+            computed = max(computed, sent) + scale * seconds
+        return computed
+
+    def _across(self, kind: Kind) -> list[float]:
+        """Seconds of each unit's chunk across replicas."""
+        nbytes = self.param_nbytes if kind is Kind.ALL_GATHER else self.wire_nbytes
+        largest = _MASTER_NBYTES * max(self.numels, default=0) // self.partition_size
+        known = {
+            numel: replica_seconds(
+                self.cluster,
+                self.replication,
+                kind,
+                nbytes * numel // self.partition_size,
+                largest_nbytes=largest,
+            )
+            for numel in set(self.numels)
+        }
+        return [known[numel] for numel in self.numels]
 
 
 def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, low_memory: bool = False) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from mics.cost.clusters import Cluster
 from mics.cost.setting import Setting
 from mics.errors import SettingsError
+from mics.planner.advice import advice
 from mics.planner.goodput import Faults, Goodput, goodput
 from mics.planner.search import (
     Choice,
@@ -210,6 +211,7 @@ def as_dict(found: Answer) -> dict[str, Any]:
         "global_batch": request.global_batch,
         "global_batch_tokens": request.batch.num_tokens,
         "asked_tokens": request.asked_tokens,
+        "advice": advice(found.best),
         "choices": [_choice(choice) for choice in found.found.choices],
         "too_large": {size: vars(lack) for size, lack in found.found.too_large.items()},
         "systems": {"mics": _system("mics", found.best) | {"times": 1.0}}

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from mics.planner.advice import advice
 from mics.planner.answer import Answer
 from mics.planner.page_pictures import draw_memory, draw_nodes, draw_step
 from mics.planner.peers import HEADS, TITLE, peer_cells
@@ -22,7 +23,7 @@ from mics.planner.peers import KEY as PEER_KEY
 from mics.planner.search import Choice
 from mics.planner.sweep import KEY as SWEEP_KEY
 from mics.planner.sweep import Sweep, advice_on_nodes, batches_of, cells
-from mics.planner.text import advice, lanes_of, money, neighbours, result
+from mics.planner.text import lanes_of, money, neighbours, result
 from mics.utils.numbers import count, fixed, in_gib, percent, plural, tflops
 from mics.utils.picture_curves import Curves, draw_curves
 from mics.utils.picture_style import DARK, LIGHT, Theme
@@ -124,7 +125,7 @@ def _plan(found: Answer) -> list[str]:
     request, best = found.found.request, found.best
     lanes = 1 + len(lanes_of(best.prediction))
     return [
-        f"<p><code>{html.escape(advice(best))}</code></p>",
+        f"<pre><code>{html.escape(advice(best))}</code></pre>",
         _paragraph(
             f"{count(request.model.num_parameters)} parameters, {plural(request.cluster.world_size, 'GPU')}: "
             f"{result(best)}."

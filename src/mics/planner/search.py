@@ -13,6 +13,7 @@ from mics.cost.constants import Kernels
 from mics.cost.memory import USABLE, Keeping, Terms
 from mics.cost.setting import Setting, partition_sizes
 from mics.cost.shapes import ModelShape
+from mics.planner.step_costs import whole_masters_pay
 from mics.planner.systems import SYSTEMS, Prediction, compute_floor, predict, predict_quickly
 from mics.utils.global_batch import AskedBatch, GlobalBatch
 from mics.utils.numbers import GIB
@@ -24,7 +25,6 @@ _POLICIES: Final = (
 )
 _SPLITS: Final = (1, 3)
 """Units of a block: one, or its attention and both matrices of its MLP."""
-_NARROW: Final = 2  # bytes
 _GROWS: Final = ("parameters", "masters", "optimizer state", "activations")
 """Terms that more rows do not make smaller."""
 _AS_FAST: Final = 0.02  # a simulated step is no more exact than that
@@ -307,10 +307,9 @@ def _with_whole_masters(request: Request, found: Prediction) -> Prediction:
     """
     setting = found.setting
     whole = replace(setting, over_replicas=False)
-    if setting.num_replicas == 1 or setting.wire_nbytes > _NARROW or not request.fits(whole.need()):
+    if not request.fits(whole.need()) or not whole_masters_pay(setting):
         return found
-    other = predict_quickly(whole, found.system)
-    return other if (1 + _AS_FAST) * other.step_seconds < found.step_seconds else found
+    return predict_quickly(whole, found.system)
 
 
 def _in_order(found: Sequence[Prediction]) -> list[Prediction]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mics.cost.auto import exchange_pays, stage_costs
+from mics.cost.auto import Turn, exchange_pays, stage_costs
 from mics.cost.collectives import Cost, Kind, cost
 from mics.cost.setting import Setting
 from mics.cost.shapes import UnitShape
@@ -60,3 +60,21 @@ class StepCosts:
         if kind is not Kind.ALL_REDUCE and exchange_pays(setting.cluster, setting.replication, largest):
             kind = Kind.ALL_TO_ALL
         return cost(setting.cluster, kind, setting.replication, int(nbytes))
+
+
+def whole_masters_pay(setting: Setting) -> bool:
+    """Whether a step is shorter with masters whole in every partition group: as the engine decides it."""
+    costs = StepCosts(setting)
+    units = [unit for unit in setting.model.units if unit.numel]
+    forwards = [costs.forward_seconds(unit) for unit in units]
+    backwards = [costs.backward_seconds(unit) for unit in units]
+    return Turn(
+        cluster=setting.cluster,
+        replication=setting.replication,
+        partition_size=setting.partition_size,
+        numels=[unit.numel for unit in units],
+        forwards=forwards,
+        backwards=backwards,
+        wire_nbytes=setting.wire_nbytes,
+        other_seconds=(setting.accumulation - 1) * (sum(forwards) + sum(backwards)),
+    ).whole_masters_pay()

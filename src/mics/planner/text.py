@@ -9,6 +9,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from mics.planner.advice import advice
 from mics.planner.answer import Answer, Money
 from mics.planner.peers import HEADS, TITLE, peer_cells
 from mics.planner.peers import KEY as PEER_KEY
@@ -50,7 +51,7 @@ def show(found: Answer, console: Console) -> None:
         f"{cluster.num_nodes:,} x {cluster.name} ({cluster.world_size:,} GPUs)\n{request.batch}",
         highlight=False,
     )
-    console.print(f"\n{advice(best)}", highlight=False, markup=False, style="bold")
+    console.print(f"\n{advice(best)}\n", highlight=False, markup=False, style="bold", soft_wrap=True)
     console.print(f"{result(best)}\n", highlight=False)
     _memory(found, console)
     _time(best, console)
@@ -87,7 +88,7 @@ def show_sweep(found: Sweep, console: Console) -> None:
     for line in advice_on_nodes(found):
         console.print(line, highlight=False)
     best = found.advised[1].best
-    console.print(f"\n{advice(best)}", highlight=False, markup=False, style="bold")
+    console.print(f"\n{advice(best)}\n", highlight=False, markup=False, style="bold", soft_wrap=True)
     console.print(result(best), highlight=False)
     if spent is None:
         console.print("--tokens adds days, --price dollars.", highlight=False, style="dim")
@@ -111,29 +112,6 @@ def _curve(found: Sweep, console: Console) -> None:
         table.add_row(f"{nodes:,}", *cells, style="bold" if nodes == found.advised[0] else None)
     console.print(table)
     console.print()
-
-
-def advice(choice: Choice) -> str:
-    """The call that does it."""
-    setting = choice.setting
-    extra = ""
-    if setting.activations.checkpoint:
-        extra = f", activations=mics.Activations({'offload=True' if setting.activations.offload else ''})"
-    if not setting.over_replicas:
-        extra += ', optimizer_sharding="partition"'
-    if setting.wire_nbytes == 2:
-        extra += (
-            ", precision=mics.Precision(reduce_dtype=torch.bfloat16, replica_reduce_dtype=torch.bfloat16)"
-        )
-    if setting.prefetch is not None:
-        extra += f", prefetch={setting.prefetch}"
-    if setting.model.parts > 1:
-        extra += ", units=[block, attention and MLP classes]"
-    return (
-        f"mics.shard(model, partition_size={setting.partition_size}{extra}), "
-        f"{plural(setting.micro_batch, 'sequence')} per GPU and micro-step, "
-        f"{plural(setting.accumulation, 'gradient accumulation step')}"
-    )
 
 
 def result(choice: Choice) -> str:

@@ -132,8 +132,9 @@ class ShardingSettings:
     partition_size: int | None = None
     """Ranks that one copy of the parameters is sharded over; unset takes the smallest that leaves half of the
     GPU's memory to activations (without a GPU: one node)."""
-    optimizer_sharding: Literal["world", "partition"] = "world"
-    """Shard optimizer state over all ranks, or over the partition group only."""
+    optimizer_sharding: Literal["auto", "world", "partition"] = "world"
+    """Shard optimizer state over all ranks, or over the partition group only; auto: the latter where the cost
+    model says that it saves time and memory allows it."""
     param_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Master weights are fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -6,10 +6,16 @@ from typing import Final
 
 from mics.bench.systems.protocol import Batch, System, SystemUnavailable, Trainer
 from mics.bench.systems.with_ddp import build_ddp
-from mics.bench.systems.with_deepspeed import MICS_VERSION, build_deepspeed_mics, build_zero3
+from mics.bench.systems.with_deepspeed import (
+    MICS_VERSION,
+    build_deepspeed_mics,
+    build_deepspeed_zero2,
+    build_zero3,
+)
 from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp, build_hsdp_kept
 from mics.bench.systems.with_megatron import PACKAGE, build_megatron, build_megatron_bf16
 from mics.bench.systems.with_mics import build_mics, build_mics_partition
+from mics.bench.systems.with_zero2 import build_zero2, build_zero2_reduce
 
 _ALL: Final = (
     System(name="mics", build=build_mics, about="this library, with its defaults"),
@@ -32,6 +38,18 @@ _ALL: Final = (
         about="torch DistributedDataParallel; bfloat16 is autocast",
     ),
     System(
+        name="zero2",
+        build=build_zero2,
+        partition="state",
+        about="ZeRO-2: DeepSpeed's stage 2 schedule, our implementation",
+    ),
+    System(
+        name="zero2-reduce",
+        build=build_zero2_reduce,
+        partition="state",
+        about="the same with one reduce to each owner, as DeepSpeed without use_multi_rank_bucket_allreduce",
+    ),
+    System(
         name="megatron-fsdp",
         build=build_megatron,
         needs=(PACKAGE,),
@@ -42,6 +60,14 @@ _ALL: Final = (
         build=build_megatron_bf16,
         needs=(PACKAGE,),
         about="Megatron-FSDP v2, gradients accumulated in the parameters' format",
+    ),
+    System(
+        name="deepspeed-zero2",
+        build=build_deepspeed_zero2,
+        needs=("deepspeed",),
+        isolated=True,
+        partition="state",
+        about="DeepSpeed ZeRO-2: whole parameters, gradients and optimizer state over the world",
     ),
     System(
         name="deepspeed-zero3",

@@ -46,14 +46,15 @@ class System:
     """What ``pip install`` must be given besides torch."""
     isolated: bool = False
     """It changes torch for everybody in the process, so it must have a process of its own."""
-    partition: Literal["group", "world", "none"] = "group"
-    """Over what it shards: partition groups of the job's size, the world, or nothing."""
+    partition: Literal["group", "world", "state", "none"] = "group"
+    """Over what it shards: partition groups of the job's size, the world, or nothing. state: parameters over
+    nothing, gradients and optimizer state over the world."""
     about: str = ""
     """How it is set up, in a few words."""
 
     def partition_size(self, job: Job, world_size: int) -> int:
         """Ranks that together hold one copy of the parameters."""
-        return {"group": job.partition_size, "world": world_size, "none": 1}[self.partition]
+        return {"group": job.partition_size, "world": world_size, "state": 1, "none": 1}[self.partition]
 
 
 def check_batches(job: Job, batches: Sequence[Batch]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO-3 over the world, and its MiCS over partition groups."""
+"""DeepSpeed: ZeRO-2 and ZeRO-3 over the world, and its MiCS over partition groups."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ from mics.emulator import emulated_cluster
 from mics.models import GPT
 
 MICS_VERSION: Final = "0.19.2"
+
+
+def build_deepspeed_zero2(job: Job) -> DeepSpeedTrainer:
+    """ZeRO-2: whole parameters; gradients go to their owners in every micro-step."""
+    deepspeed = find_deepspeed("deepspeed-zero2", job)
+    return DeepSpeedTrainer(job, _initialise(deepspeed, job, {"stage": 2, "reduce_scatter": True}, None))
 
 
 def build_zero3(job: Job) -> DeepSpeedTrainer:
@@ -92,6 +98,9 @@ def _initialise(deepspeed: Any, job: Job, sharding: dict[str, Any], init: Any) -
 def _shard(job: Job, config: dict[str, Any], init: Any) -> GPT:
     """The model, sharded unit by unit as it gets its values, so that only one unit is ever whole."""
     model = meta_model(job)
+    if init is None:  # nothing to shard: every rank has it whole
+        materialise(model, device_of(job))
+        return model
     first = None
     for unit in (*inner_units(model), model):
         fresh = materialise(unit, device_of(job))
@@ -113,6 +122,14 @@ def _config(job: Job, sharding: dict[str, Any]) -> dict[str, Any]:
     that it can prefetch one while the other computes, and does not gather again what it has just recomputed.
     """
     block_numel = 12 * job.model.hidden_size**2
+    shards_params = sharding.get("stage") != 2
+    reduction = {"reduce_bucket_size": block_numel} if shards_params else {}  # stage 2: its own, 5e8
+    of_stage_3 = {
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 2 * block_numel,
+        "stage3_prefetch_bucket_size": block_numel,
+        "stage3_param_persistence_threshold": 10 * job.model.hidden_size,
+    }
     return {
         "train_micro_batch_size_per_gpu": job.micro_batch,
         "gradient_accumulation_steps": job.accumulation,
@@ -127,11 +144,8 @@ def _config(job: Job, sharding: dict[str, Any]) -> dict[str, Any]:
             "stage": 3,
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "reduce_bucket_size": block_numel,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 2 * block_numel,
-            "stage3_prefetch_bucket_size": block_numel,
-            "stage3_param_persistence_threshold": 10 * job.model.hidden_size,
+            **reduction,
+            **(of_stage_3 if shards_params else {}),
             **sharding,
         },
         "steps_per_print": 1 << 30,  # never

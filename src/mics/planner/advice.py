@@ -1,0 +1,100 @@
+"""A choice as code: what to type to train that way. The tests run it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mics.cost.clusters import PRESETS
+from mics.cost.setting import Setting
+from mics.planner.search import Choice
+from mics.utils.numbers import plural
+
+_WITHOUT_BF16: Final = ("p3dn.24xlarge",)  # V100
+_WIDTH: Final = 80
+_PARTS: Final = "[part for b in model.blocks for part in (b.attention, b.up, b.down)]"
+_OTHER_MODELS: Final = "# of mics.models.GPT; in other models: a block's attention, its MLP's matrices"
+
+
+def advice(choice: Choice) -> str:
+    """How to launch it, the call of ``mics.shard``, and one optimizer step.
+
+    ``model`` and ``steps`` are the reader's: an ``nn.Module`` that returns its loss, and for each optimizer
+    step as many pairs of tokens and targets as there are accumulation steps.
+    """
+    setting = choice.setting
+    scales = _format(setting) == "float16"
+    lines = [f"# {line}" for line in launch(setting)]
+    lines += ["import torch", "", "import mics"]
+    if setting.activations.checkpoint and setting.model.parts > 1:
+        lines.append("from mics.models.gpt import Block  # or your model's class of blocks")
+    lines += ["", *_call("mics.shard", ["model", *_arguments(setting)])]
+    lines.append("optimizer = torch.optim.AdamW(model.parameters())")
+    if scales:
+        lines.append("scaler = torch.amp.GradScaler(next(model.parameters()).device.type)")
+    shape = f"[{setting.micro_batch}, {setting.model.seq_len}]"
+    lines += [
+        f"# {plural(setting.accumulation, 'gradient accumulation step')}, "
+        f"{plural(setting.micro_batch, 'sequence')} per GPU in each:",
+        f"for batches in steps:  # {plural(setting.accumulation, 'pair')} of tokens and targets {shape}",
+    ]
+    lines.append("    for tokens, targets in mics.microsteps(model, batches):")
+    loss = "model(tokens, targets) / len(batches)"
+    lines.append(f"        scaler.scale({loss}).backward()" if scales else f"        ({loss}).backward()")
+    lines += ["    scaler.unscale_(optimizer)"] if scales else []
+    lines.append("    mics.clip_grad_norm_(model, 1.0)")
+    lines += ["    scaler.step(optimizer)", "    scaler.update()"] if scales else ["    optimizer.step()"]
+    lines.append("    optimizer.zero_grad()")
+    return "\n".join(lines)
+
+
+def launch(setting: Setting) -> list[str]:
+    """The command on every node, in lines for a shell."""
+    cluster = setting.cluster
+    named = f"MICS_CLUSTER={cluster.name} " if cluster.name in PRESETS else ""
+    if cluster.num_nodes == 1:
+        return [f"{named}torchrun --standalone --nproc-per-node {cluster.ranks_per_node} train.py"]
+    return [
+        f"{named}torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.ranks_per_node} \\",
+        "    --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 train.py",
+    ]
+
+
+def _arguments(setting: Setting) -> list[str]:
+    """Of ``mics.shard``, beside the model: what is not the default."""
+    found = [f"partition_size={setting.partition_size}"]
+    if setting.model.parts > 1:
+        found += [_OTHER_MODELS, f"units={_PARTS}"]
+    if setting.activations.checkpoint:
+        how = ["checkpoint=Block"] if setting.model.parts > 1 else []
+        how += ["offload=True"] if setting.activations.offload else []
+        found.append(f"activations=mics.Activations({', '.join(how)})")
+    found += _precision(setting)
+    if not setting.over_replicas:
+        found.append('optimizer_sharding="partition"')
+    if setting.prefetch is not None:
+        found.append(f"prefetch={setting.prefetch}")
+    return found
+
+
+def _precision(setting: Setting) -> list[str]:
+    """None where the default will do: on GPUs bfloat16, with gradients in float32."""
+    name = f"torch.{_format(setting)}"
+    fields = [] if name == "torch.bfloat16" else [f"param_dtype={name}"]
+    if setting.wire_nbytes == 2:
+        fields += [f"reduce_dtype={name}", f"replica_reduce_dtype={name}"]
+    return ["precision=" + "\n".join(_call("mics.Precision", fields, indent=4))] if fields else []
+
+
+def _call(name: str, arguments: list[str], *, indent: int = 0) -> list[str]:
+    """In one line where it fits, else an argument a line."""
+    line = f"{name}({', '.join(arguments)})"
+    if not any("#" in each or "\n" in each for each in arguments) and indent + len(line) <= _WIDTH:
+        return [line]
+    inside, outside = " " * (indent + 4), " " * indent
+    listed = [inside + each + ("" if each.startswith("#") else ",") for each in arguments]
+    return [f"{name}(", *"\n".join(listed).splitlines(), f"{outside})"]
+
+
+def _format(setting: Setting) -> str:
+    """The 16-bit format that the cluster's GPUs multiply in."""
+    return "float16" if setting.cluster.name in _WITHOUT_BF16 else "bfloat16"
