@@ -72,7 +72,7 @@ class Job:
             "--partition-size", str(point.partition_size), "--micro-batch", str(point.micro_batch),
             "--accumulation", str(point.accumulation), "--seq-len", str(point.seq_len),
             "--reduce-dtype", "float16" if gpu == "v100" else "bfloat16", "--as-gpu", gpu,
-            "--no-checkpoint" if point.activations == "kept" else "--checkpoint",
+            "--checkpoint", str(point.activations != "kept"),
         ]  # fmt: skip
         words += ["--offload"] if point.activations == "offload" else []
         layers = layers_of(point)
@@ -94,14 +94,16 @@ def layers_of(point: Point) -> int | None:
 
 def jobs_of(row: Row, peers: Sequence[PeerAtBest] = ()) -> Iterator[Job]:
     """Both ends of the row's predicted range, what it is compared with, and peers at their best."""
-    points = _ends(row)
-    if row.system in _BENCH_SYSTEMS:
-        for point in points:
-            yield Job(key=row.key, role="row", system=_BENCH_SYSTEMS[row.system], point=point)
+    # Of ZeRO-3 as it was, weak scaling may be compared with that of the same collectives; speed may not.
+    usual = "fsdp2" if row.measure is Measure.SCALING else None
+    system = _BENCH_SYSTEMS.get(row.system, usual)
+    if system is not None:
+        for point in _ends(row):
+            yield Job(key=row.key, role="row", system=system, point=point)
             if row.against is not None:
                 other = row.against.of(point)
-                system = _BENCH_SYSTEMS.get(other.system, "fsdp2")
-                yield Job(key=row.key, role="against", system=system, point=other)
+                beside = _BENCH_SYSTEMS.get(other.system, "fsdp2")
+                yield Job(key=row.key, role="against", system=beside, point=other)
     for peer in peers:
         if peer.step_seconds is not None and peer.system in _BENCH_SYSTEMS:
             yield Job(key=row.key, role="peer", system=_BENCH_SYSTEMS[peer.system], point=_at_best(row, peer))

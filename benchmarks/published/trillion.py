@@ -219,9 +219,9 @@ def _dilation(config: Trillion, job: Job) -> float:
     """How many times as fast this device computes the model as the GPU named."""
     if config.as_gpu is None:
         return 1.0
-    from mics.bench.clock import Work, measure_clock
+    from mics.bench.clock import StepWork, measure_clock
 
-    return measure_clock(Work.of(job, config.as_gpu), job).factor
+    return measure_clock(StepWork.of(job, config.as_gpu), job).factor
 
 
 def read(file: Path) -> Found:

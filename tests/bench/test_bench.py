@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mics.bench.clock import Clock
+from mics.bench.clock import GpuClock
 from mics.bench.command import _draw as draw_rows
 from mics.bench.config import BenchConfig, Training
 from mics.bench.job import Job
@@ -328,7 +328,7 @@ def test_a_breakdown_of_another_step_is_said() -> None:
 )
 def test_titles_say_whose_computation_it_is(as_gpu: str | None, expected: str) -> None:
     with patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
-        clock = None if as_gpu is None else Clock(gpu=as_gpu, terms=())
+        clock = None if as_gpu is None else GpuClock(gpu=as_gpu, terms=())
         assert compute_and_network("cuda", [find_cluster("p4d.24xlarge:2")], [clock]) == expected
 
 

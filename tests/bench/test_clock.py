@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mics
-from mics.bench.clock import Clock, Term, Work, measure_clock, measure_clocks
+from mics.bench.clock import GpuClock, StepWork, Term, measure_clock, measure_clocks
 from mics.bench.config import BenchConfig, Training
 from mics.bench.depths import along, two_depths, with_whole_models
 from mics.bench.job import Job
@@ -50,11 +50,11 @@ SLOW = Cluster(
 NBYTES = 4 * 10**5
 
 
-def _clock(factor: float) -> Clock:
-    return Clock(gpu="a100", terms=(Term(name="matrices", here=1.0, there=factor),))
+def _clock(factor: float) -> GpuClock:
+    return GpuClock(gpu="a100", terms=(Term(name="matrices", here=1.0, there=factor),))
 
 
-def _run(clock: Clock | None = None, job: Job = JOB, record: bool = False) -> Run:
+def _run(clock: GpuClock | None = None, job: Job = JOB, record: bool = False) -> Run:
     return Run(number=0, system="mics", job=job, world_size=4, cluster=SLOW, clock=clock, record=record)
 
 
@@ -112,7 +112,7 @@ def test_a_timeline_is_dilated_too() -> None:
 
 def test_a_clock_is_of_the_models_own_work() -> None:
     """Three kinds of work, each timed here; deeper models weigh the head less; a table knows the GPU."""
-    clock = measure_clock(Work.of(JOB, "v100"), JOB)
+    clock = measure_clock(StepWork.of(JOB, "v100"), JOB)
     assert [term.name for term in clock.terms] == ["matrices", "attention", "the rest"]
     assert all(term.here >= 0 and term.there >= 0 for term in clock.terms)
     assert clock.terms[0].here > 0 and clock.terms[1].here > 0
@@ -122,7 +122,7 @@ def test_a_clock_is_of_the_models_own_work() -> None:
     said = " ".join(clock.lines())
     assert "Times are those of a V100" in said and "matrices" in said and "host" in said
     shallow = two_depths(JOB, 4)[0]
-    assert Work.of(shallow, "v100") == Work.of(JOB, "v100")
+    assert StepWork.of(shallow, "v100") == StepWork.of(JOB, "v100")
 
 
 def test_clocks_are_measured_in_a_process_of_their_own() -> None:
@@ -184,7 +184,7 @@ def test_two_depths_of_one_model() -> None:
 def _outcome(run: Run, base: float, slope: float) -> Outcome:
     seconds = base + slope * run.job.model.num_layers
     exposure = Exposure(
-        compute_seconds=seconds,
+        compute_seconds=base + min(slope, 0.25) * run.job.model.num_layers,
         idle_seconds=0.5,
         link_seconds={"intra": seconds, "inter": seconds},
         exposed_seconds={"intra": 0.0, "inter": 0.0},

@@ -49,7 +49,7 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clock:
+class GpuClock:
     """The GPU whose time is shown, and how it compares with this device."""
 
     gpu: str
@@ -87,13 +87,13 @@ class Clock:
         return f"{'an' if name[0] in 'AH' else 'a'} {name}"
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Clock:
+    def of(cls, found: dict[str, Any]) -> GpuClock:
         """From what ``dataclasses.asdict`` made of it."""
         return cls(gpu=found["gpu"], terms=tuple(Term(**term) for term in found["terms"]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """A micro-step of a whole model, and the GPU to compare it with: all that a clock depends on."""
 
     model: GPTConfig
@@ -103,7 +103,7 @@ class Work:
     gpu: str
 
     @classmethod
-    def of(cls, job: Job, gpu: str) -> Work:
+    def of(cls, job: Job, gpu: str) -> StepWork:
         layers = job.whole_layers or job.model.num_layers
         return cls(
             model=replace(job.model, num_layers=layers),
@@ -114,7 +114,7 @@ class Work:
         )
 
 
-def measure_clock(work: Work, job: Job) -> Clock:
+def measure_clock(work: StepWork, job: Job) -> GpuClock:
     """Time the kinds of work of a micro-step here, and ask the table for the same on the GPU named."""
     device, gpu, model = device_of(job), GPUS[work.gpu], work.model
     shapes = _Shapes(work, device, job.param)
@@ -122,7 +122,7 @@ def measure_clock(work: Work, job: Job) -> Clock:
     attention = model.num_layers * shapes.attention()
     everything = model.num_layers * shapes.block() + shapes.head()
     rest = max(0.0, everything - matrices - attention)
-    return Clock(
+    return GpuClock(
         gpu=work.gpu,
         terms=(
             Term(name="matrices", here=matrices, there=_matrix_seconds(work, gpu)),
@@ -132,7 +132,7 @@ def measure_clock(work: Work, job: Job) -> Clock:
     )
 
 
-def _matrix_seconds(work: Work, gpu: Gpu) -> float:
+def _matrix_seconds(work: StepWork, gpu: Gpu) -> float:
     """On the GPU named. A backward is two products for each of the forward."""
     model, tokens = work.model, work.micro_batch * work.model.seq_len
     passes = 4 if work.checkpoint else 3
@@ -141,7 +141,7 @@ def _matrix_seconds(work: Work, gpu: Gpu) -> float:
     return (model.num_layers * block + head) / gpu.matrix_flops(model.hidden_size)
 
 
-def _attention_seconds(work: Work, gpu: Gpu) -> float:
+def _attention_seconds(work: StepWork, gpu: Gpu) -> float:
     """On the GPU named. A backward is 2.5 forwards: it multiplies queries with keys again."""
     model = work.model
     forward = 4.0 * work.micro_batch * model.seq_len**2 * model.hidden_size / (2 if model.causal else 1)
@@ -152,7 +152,7 @@ def _attention_seconds(work: Work, gpu: Gpu) -> float:
 class _Shapes:
     """The pieces of a micro-step on this device. Seconds count a recomputed forward twice."""
 
-    def __init__(self, work: Work, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, work: StepWork, device: torch.device, dtype: torch.dtype) -> None:
         self._work = work
         self._model = model = work.model
         self._device, self._dtype = device, dtype
@@ -254,9 +254,9 @@ class _Shapes:
             torch.cuda.synchronize()
 
 
-def measure_clocks(jobs: Sequence[tuple[Job, str]]) -> list[Clock]:
+def measure_clocks(jobs: Sequence[tuple[Job, str]]) -> list[GpuClock]:
     """Of every job and GPU, in a process of its own, whose memory goes with it; equal ones once."""
-    different = {Work.of(job, gpu): job for job, gpu in jobs}
+    different = {StepWork.of(job, gpu): job for job, gpu in jobs}
     with tempfile.TemporaryDirectory(prefix="mics-clock-") as scratch:
         asked, answered = Path(scratch) / "jobs.json", Path(scratch) / "clocks.json"
         asked.write_text(
@@ -270,9 +270,9 @@ def measure_clocks(jobs: Sequence[tuple[Job, str]]) -> list[Clock]:
                 f"--as-gpu: expected to time a micro-step of the model here, found: {said}; choose a smaller "
                 "--micro-batch"
             )
-        found = [Clock.of(each) for each in json.loads(answered.read_text())]
+        found = [GpuClock.of(each) for each in json.loads(answered.read_text())]
     clocks = dict(zip(different, found, strict=True))
-    return [clocks[Work.of(job, gpu)] for job, gpu in jobs]
+    return [clocks[StepWork.of(job, gpu)] for job, gpu in jobs]
 
 
 def main(jobs: Path, clocks: Path) -> None:
@@ -282,7 +282,7 @@ def main(jobs: Path, clocks: Path) -> None:
     found = []
     for each in json.loads(jobs.read_text()):
         job = job_from(each["job"])
-        found.append(asdict(measure_clock(Work.of(job, each["gpu"]), job)))
+        found.append(asdict(measure_clock(StepWork.of(job, each["gpu"]), job)))
     clocks.write_text(json.dumps(found))
 
 

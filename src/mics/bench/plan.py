@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mics.bench.clock import Clock
+from mics.bench.clock import GpuClock
 from mics.bench.job import Job
 from mics.bench.timeline import Exposure
 from mics.cost.clusters import Cluster, Link
@@ -28,7 +28,7 @@ class Run:
     """The cluster to emulate; None on real ranks."""
     record: bool = False
     """Also look into one step: where its time goes (emulated clusters)."""
-    clock: Clock | None = None
+    clock: GpuClock | None = None
     """Of the GPU whose time is shown; None: this device's own."""
     scaled_from: tuple[int, ...] = ()
     """Nobody ran it: it is what runs of so many blocks come to."""
@@ -82,7 +82,7 @@ def _run(found: dict[str, Any]) -> Run:
     if cluster is not None:
         links = {link: Link(**cluster[link]) for link in ("intra", "inter")}
         cluster = Cluster(**{**cluster, **links})
-    clock = None if found["clock"] is None else Clock.of(found["clock"])
+    clock = None if found["clock"] is None else GpuClock.of(found["clock"])
     read = {"job": job_from(found["job"]), "cluster": cluster, "clock": clock}
     return Run(**{**found, **read, "scaled_from": tuple(found["scaled_from"])})
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from mics.bench.clock import Clock
+from mics.bench.clock import GpuClock
 from mics.bench.job import Device, Job
 from mics.bench.plan import Run
 from mics.bench.systems import System
@@ -29,7 +29,7 @@ def device_name(device: Device) -> str:
 
 
 def compute_and_network(
-    device: Device, clusters: Sequence[Cluster], clocks: Sequence[Clock | None] = (None,)
+    device: Device, clusters: Sequence[Cluster], clocks: Sequence[GpuClock | None] = (None,)
 ) -> str:
     """``compute of this NVIDIA H200, network of p4d.24xlarge:64``: what of a figure is whose."""
     names = listed(list(dict.fromkeys(f"{cluster.name}:{cluster.num_nodes}" for cluster in clusters)))
@@ -45,7 +45,7 @@ def _cpu() -> str:
 
 
 def emulated_title(
-    clusters: Sequence[Cluster], device: Device, clocks: Sequence[Clock | None] = (None,)
+    clusters: Sequence[Cluster], device: Device, clocks: Sequence[GpuClock | None] = (None,)
 ) -> str:
     """``emulated: compute of this NVIDIA H200, network of p4d.24xlarge:64``."""
     return f"emulated: {compute_and_network(device, clusters, clocks)}"
@@ -111,7 +111,7 @@ def comparison_title(model: str, runs: Sequence[Run]) -> str:
 
 
 def caveats(
-    clusters: Sequence[Cluster], device: Device, clocks: Sequence[Clock | None] = (None,)
+    clusters: Sequence[Cluster], device: Device, clocks: Sequence[GpuClock | None] = (None,)
 ) -> list[str]:
     """What must not be read out of figures that another device has computed, or whose clock they are on."""
     told = dict.fromkeys(line for clock in clocks if clock is not None for line in clock.lines())
