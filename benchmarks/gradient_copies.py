@@ -20,12 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no GPU
-    tl = None
-
 from mics.gradients.hops import _copy_to
 from mics.gradients.reduce_buffers import ReduceBuffer, ReduceViews
 from mics.layout.flat import plan_layout
@@ -74,59 +68,6 @@ def accumulate(block: Block) -> None:
     block.views.full.zero_()
     for view, grad in zip(block.views.params, block.grads, strict=True):
         view += grad
-
-
-class Fused:
-    """One Triton kernel for all tensors. Their addresses go to the device at every call, as they change."""
-
-    def __init__(self, block: Block) -> None:
-        size = 8192
-        table = [
-            (number, start)
-            for number, grad in enumerate(block.grads)
-            for start in range(0, grad.numel(), size)
-        ]
-        device = block.views.full.device
-        self._block, self._num, self._size = block, len(table), size
-        self._table = torch.tensor(table, dtype=torch.int64, device=device)
-        first = block.views.full.storage_offset()
-        places = [[view.storage_offset() - first, view.numel()] for view in block.views.params]
-        self._places = torch.tensor(places, dtype=torch.int64, device=device)
-        self._addresses = torch.empty(len(places), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._on_device = torch.empty(len(places), dtype=torch.int64, device=device)
-        self._source = {BF16: tl.bfloat16, FP32: tl.float32}[block.grads[0].dtype]
-        self._kernel = triton.jit(_fused_copy)
-
-    def __call__(self) -> None:
-        for number, grad in enumerate(self._block.grads):
-            self._addresses[number] = grad.data_ptr()
-        self._on_device.copy_(self._addresses, non_blocking=True)
-        self._kernel[(self._num,)](
-            self._table,
-            self._places,
-            self._on_device,
-            self._block.views.full,
-            SOURCE=self._source,
-            SIZE=self._size,
-        )
-
-
-def _fused_copy(
-    table: Any,
-    places: Any,
-    addresses: Any,
-    full: Any,
-    SOURCE: tl.constexpr,  # noqa: N803 - Triton's way to write constants
-    SIZE: tl.constexpr,  # noqa: N803
-) -> None:
-    number = tl.load(table + 2 * tl.program_id(0))
-    start = tl.load(table + 2 * tl.program_id(0) + 1)
-    place = tl.load(places + 2 * number)
-    numel = tl.load(places + 2 * number + 1)
-    grad = tl.load(addresses + number).to(tl.pointer_type(SOURCE))
-    offsets = start + tl.arange(0, SIZE)
-    values = tl.load(grad + offsets, mask=offsets < numel)
-    tl.store(full + place + offsets, values.to(full.dtype.element_ty), mask=offsets < numel)
 
 
 def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -185,8 +126,6 @@ def ways_of(block: Block, device: torch.device) -> dict[str, tuple[Callable[[], 
         "foreach copy (mics)": (lambda: copy_foreach(block), read + write),
         "preset views, cleared and added to": (lambda: accumulate(block), write + read + 2 * write),
     }
-    if tl is not None and device.type == "cuda":
-        found["one fused kernel (Triton)"] = (Fused(block), read + write)
     return found
 
 
@@ -200,11 +139,7 @@ def print_ways(hidden: int, device: torch.device, repeats: int) -> None:
         print("|---|---:|---:|---:|---:|---:|---:|")
         for name, (run, nbytes) in ways_of(block, device).items():
             block.views.full.fill_(-1)
-            try:
-                run()
-            except Exception as error:  # of a compiler
-                print(f"| {name} | failed: {type(error).__name__} | | | | | |")
-                continue
+            run()
             pairs = zip(block.views.params, block.grads, strict=True)
             assert all(torch.equal(view, grad.to(wire)) for view, grad in pairs), name
             took = seconds(run, device, repeats)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.published import ablations, page, pictures, trillion
 from benchmarks.published.command import Published, main
-from benchmarks.published.emulate import Job, jobs_of, layers_of, measured_of
+from benchmarks.published.emulate import Job, jobs_of, layers_of, measure, measured_of
 from benchmarks.published.planned import fits
 from benchmarks.published.predict import PeerAtBest, Range, predict_row, usual_point
-from benchmarks.published.results import Result, error_of, newest, read, write
+from benchmarks.published.results import Result, error_of, measured_today, newest, read, write
 from benchmarks.published.rows import BY_KEY, EXPERIMENTS, ROWS, Measure, rows_of
 from matplotlib.image import imread
 
@@ -226,3 +227,20 @@ def test_the_largest_model_in_small(tmp_path: Path) -> None:
     found = trillion.read(file)
     assert {sample.phase for sample in found.samples} == {"forward", "backward", "optimizer"}
     assert found.step_seconds > 0 and len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_a_command_that_was_broken_off_goes_on(tmp_path: Path) -> None:
+    """What this hardware measured today is not measured again, and half of a ratio is none."""
+    row = BY_KEY["gpt-100b/mics-scaling"]
+    ours, theirs = jobs_of(row)
+    done = replace(
+        measured_of(ours, {"step_seconds": [2.0, 2.0, 2.0]}, "", None),
+        command=shlex.join(["mics", "bench", *ours.arguments(Path("elsewhere"))]),
+    )
+    write(replace(_result("gpt-100b"), measured=(done,)), tmp_path)
+    known = measured_today("gpt-100b", tmp_path)
+    assert known == (done,)
+    again = measure([ours], tmp_path, known)
+    assert next(again).step_seconds == 2.0
+    assert replace(_result("gpt-100b"), measured=known).emulated(row) is None
+    assert theirs.point.cluster == "p4d.24xlarge:16"

@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +15,9 @@ import torch
 import tyro
 from benchmarks.published import page
 from benchmarks.published.dated import hardware
-from benchmarks.published.emulate import Measured, jobs_of, measure
+from benchmarks.published.emulate import jobs_of, measure
 from benchmarks.published.predict import peers_at_best, predict_row
-from benchmarks.published.results import RESULTS, Result, write
+from benchmarks.published.results import RESULTS, Result, measured_today, write
 from benchmarks.published.rows import EXPERIMENTS, rows_of
 
 import mics
@@ -82,8 +82,8 @@ def main(args: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "benchmarks.published", *words])
     file = None
     for experiment in chosen:
-        result = replace(repeat(experiment, config), command=command)
-        file = write(result, config.results)
+        for result in repeat(experiment, config):  # as far as it has come: a later run goes on from there
+            file = write(replace(result, command=command), config.results)
         print("\n".join(page.section(result)), flush=True)
     assert file is not None
     file.with_suffix(".md").write_text(page.document(file))
@@ -96,26 +96,27 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def repeat(experiment: str, config: Published) -> Result:
-    """One experiment: predict, then measure."""
+def repeat(experiment: str, config: Published) -> Iterator[Result]:
+    """One experiment: predict, then measure. A result after each measurement."""
     began = time.perf_counter()
     rows = rows_of(experiment)
     predicted = {row.key: predict_row(row) for row in rows}
     compared = next(row for row in rows if row.system in ("mics-published", "zero3"))
     peers = {compared.key: peers_at_best(compared)} if config.peers else {}
-    measured: tuple[Measured, ...] = ()
-    if not config.plan_only:
-        jobs = [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]
-        measured = tuple(measure(jobs, config.out / experiment))
-    return Result(
-        experiment=experiment,
-        predicted=predicted,
-        peers=peers,
-        measured=measured,
-        versions=f"mics {mics.__version__}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"{hardware() if measured else 'no GPU'}",
-        seconds=time.perf_counter() - began,
-    )
+    versions = f"mics {mics.__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    found = Result(experiment=experiment, predicted=predicted, peers=peers, versions=f"{versions}, no GPU")
+    if config.plan_only:
+        yield replace(found, seconds=time.perf_counter() - began)
+        return
+    jobs = [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]
+    for measured in measure(jobs, config.out / experiment, measured_today(experiment, config.results)):
+        found = replace(
+            found,
+            measured=(*found.measured, measured),
+            versions=f"{versions}, {hardware()}",
+            seconds=time.perf_counter() - began,
+        )
+        yield found
 
 
 def listed() -> list[str]:

@@ -132,27 +132,33 @@ def _ends(row: Row) -> list[Point]:
     return ordered[:1] if len(ordered) < 2 else [ordered[0], ordered[-1]]
 
 
-def measure(jobs: Sequence[Job], folder: Path) -> list[Measured]:
-    """Call `mics bench` for each job; equal ones once."""
-    done: dict[tuple[str, Point], Measured] = {}
-    found = []
+def measure(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> Iterator[Measured]:
+    """Call `mics bench` for each job, unless it is ``known``; equal ones once."""
+    done = {_without_folder(each.command): each for each in known if each.error is None}
     for number, job in enumerate(jobs):
-        same = (job.system, replace(job.point, system="", kernels="current"))
+        out = folder / f"{job.key.replace('/', '-')}-{number}"
+        same = _without_folder(_command(job, out))
         if same not in done:
-            done[same] = _measure(job, folder / f"{job.key.replace('/', '-')}-{number}")
-        found.append(replace(done[same], key=job.key, role=job.role))
-    return found
+            done[same] = _measure(job, out)
+        yield replace(done[same], key=job.key, role=job.role)
+
+
+def _command(job: Job, out: Path) -> str:
+    return shlex.join(["mics", "bench", *job.arguments(out)])
+
+
+def _without_folder(command: str) -> str:
+    return command.partition(" --out ")[0]
 
 
 def _measure(job: Job, out: Path) -> Measured:
     from mics.bench.command import bench
 
-    words = job.arguments(out)
-    command = shlex.join(["mics", "bench", *words])
+    command = _command(job, out)
     print(command, flush=True)
     problem = None
     try:
-        bench(words)
+        bench(job.arguments(out))
         row = json.loads((out / "bench.json").read_text())["rows"][0]  # of the whole model
     except Exception as error:
         row, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -45,7 +45,7 @@ class Result:
         if row.measure is Measure.TFLOPS:
             return [each.tflops for each in ours]
         theirs = [each for each in self.measured if each.key == row.key and each.role == "against"]
-        return [_ratio(row, one, other) for one, other in zip(ours, theirs, strict=True)]
+        return [_ratio(row, one, other) for one, other in zip(ours, theirs, strict=False)]  # broken off
 
 
 def _ratio(row: Row, ours: Measured, theirs: Measured) -> float | None:
@@ -79,6 +79,13 @@ def write(result: Result, folder: Path) -> Path:
     found[result.experiment] = result
     file.write_text(json.dumps({name: asdict(each) for name, each in found.items()}, indent=1))
     return file
+
+
+def measured_today(experiment: str, folder: Path) -> tuple[Measured, ...]:
+    """What this hardware has measured of an experiment today: a command that was broken off goes on."""
+    file = dated_file(folder, THEME)
+    found = _read(file).get(experiment) if file.exists() else None
+    return () if found is None else found.measured
 
 
 def _read(file: Path) -> dict[str, Result]:

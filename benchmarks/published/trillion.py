@@ -90,8 +90,8 @@ class Trillion:
     """Sequences per GPU."""
     offload: bool = True
     """Offload activations to host memory."""
-    finer: bool = False
-    """Units of half a block, under one checkpoint for each block."""
+    finer: bool = True
+    """Each matrix of a block is a unit, under one checkpoint for the block."""
     as_gpu: str | None = "a100" if torch.cuda.is_available() else None
     """The GPU whose time is shown; unset: this device's own."""
     results: Path = Path("benchmarks/results")
@@ -234,13 +234,14 @@ def read(file: Path) -> Found:
 def draw_memory(file: Path, found: Found, theme: Theme) -> None:
     """Allocated and reserved memory over the step, unit by unit, under the GPU's own."""
     marks = [number for number, sample in enumerate(found.samples) if sample.unit == sample.phase]
-    limit = found.memory_nbytes / GIB
+    limit, peak = found.memory_nbytes / GIB, found.peak_allocated_nbytes / GIB
     with picture(
         file,
         height=3.6,
-        title=f"{found.model}: memory over one step, peak {found.peak_allocated_nbytes / GIB:.1f} GiB",
+        title=f"{found.model} on one GPU: memory over a step, peak {peak:.1f} GiB",
         subtitle=(
-            f"{found.layers} layers, at every unit that is needed. The emulated GPU has {limit:.0f} GiB."
+            f"Rank 0 of 512, all {found.layers} layers, at every unit that is needed. "
+            f"The emulated GPU has {limit:.0f} GiB."
         ),
         theme=theme,
     ) as figure:
@@ -254,7 +255,8 @@ def draw_memory(file: Path, found: Found, theme: Theme) -> None:
                 label=name,
             )
         axes.axhline(limit, color=theme["exposed"], linestyle=(0, (4, 2)), label="the GPU's memory")
-        axes.set_xticks(marks, [f"{found.samples[number].phase}" for number in marks], ha="left")
+        labels = axes.set_xticks(marks, [f"{found.samples[number].phase}" for number in marks], ha="left")
+        labels[-1].label1.set_ha("right")
         axes.set_xlim(0, max(1, len(found.samples) - 1))
         top = max([limit, *(sample.reserved / GIB for sample in found.samples)])
         axes.set_ylim(0, 1.1 * top)

@@ -24,6 +24,8 @@ _LEGEND_COLUMNS: Final = 3
 Parts = Mapping[str, Sequence[Interval]]
 """By role, when it was at work; roles do not overlap."""
 
+_MANY_SECONDS: Final = 10.0
+
 
 def draw_lanes(
     axes: Axes,
@@ -58,8 +60,10 @@ def draw_lanes(
     axes.spines["left"].set_visible(False)
 
 
-def label_time(axes: Axes, unit: str = "ms") -> None:
-    """Name the axis under lanes, which is in seconds; the unit "ms" shows them as milliseconds."""
+def label_time(axes: Axes, unit: str | None = None) -> None:
+    """Name the axis under lanes, which is in seconds; without a unit, milliseconds where there are few."""
+    if unit is None:
+        unit = "ms" if axes.get_xlim()[1] < _MANY_SECONDS else "s"
     if unit == "ms":
         axes.xaxis.set_major_formatter(lambda moment, _: f"{1e3 * moment:,g}")
     axes.set_xlabel(f"{unit}; the height of a lane is the share of time that it is busy")
