@@ -167,7 +167,7 @@ def _measure(job: Job, out: Path) -> Measured:
 
 def measured_of(job: Job, row: dict[str, Any], command: str, problem: str | None) -> Measured:
     """From the row that `mics bench` wrote."""
-    setting, error = setting_of(job.point), problem or row.get("error")
+    setting, error = setting_of(job.point), problem or row.get("error") or row.get("shortage")
     seconds = None if error else _median(row["step_seconds"])
     flops = setting.model.flops(setting.tokens, recomputed=setting.activations.checkpoint)
     peaks = [outcome.get("peak_allocated_nbytes") for outcome in row.get("outcomes", [])]

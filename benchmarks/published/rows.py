@@ -140,7 +140,7 @@ def _roberta() -> Iterator[Row]:
                 document="zero3-on-efa",
                 what=f"RoBERTa-{size.upper()} on 64 A100s, ZeRO-3 {name} the optimisations",
                 published=published,
-                model=f"bert-{size}",
+                model=f"roberta-{size}",
                 cluster="p4d.24xlarge:8",
                 system=system,
                 partition_size=64,

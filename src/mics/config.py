@@ -16,6 +16,7 @@ from torch import Tensor
 from mics.activations.policy import Activations
 from mics.comm import World
 from mics.cost.clusters import Cluster, assumed_cluster, find_cluster
+from mics.cost.memory import DRIVER_NBYTES
 from mics.engine import is_sharded
 from mics.errors import MicsError, SettingsError
 from mics.layout.assign import Site, assign_sites, modules_around, unit_modules
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OptimizerSharding = Literal["auto", "world", "partition"]
-_DRIVER_NBYTES = 1 << 30  # of a GPU: tables of its pages, the CUDA context and loaded kernels
 _AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
 
@@ -174,7 +174,7 @@ def cluster_for(device: torch.device, nodes: Sequence[str], world: World) -> Clu
 def imagined_memory(world: World) -> float:
     """Bytes that a program has of an emulated device: the rest is the driver's. 0: none is emulated."""
     known = 0.0 if world.imagined is None else world.imagined.memory_nbytes
-    return max(0.0, known - _DRIVER_NBYTES)
+    return max(0.0, known - DRIVER_NBYTES)
 
 
 def _partition_groups(

@@ -363,3 +363,17 @@ def test_figures_of_another_device_say_so() -> None:
         assert emulated_title([find_cluster("dgx-h100:2")], "cuda") == (
             "emulated: compute of this NVIDIA H200, network of dgx-h100:2"
         )
+
+
+def test_a_device_with_more_memory_says_what_the_emulated_one_lacks() -> None:
+    """The H200 that plays an A100 of 40 GB has room for what that one has not."""
+    cluster = find_cluster("p4d.24xlarge:1")
+    job = replace(JOB, device="cuda")
+    runs = interleave(["mics"], [(job, cluster)], repeats=1, record=False)
+    fits, too_large = (
+        summarise(runs, [replace(_outcome(0), peak_allocated_nbytes=gib << 30)], peak_tflops=None)[0]
+        for gib in (38, 43)
+    )
+    assert fits.shortage is None
+    assert too_large.shortage == "needs 43.0 GiB of the 39.0 GiB that a program has there"
+    assert any("would not run: needs 43.0 GiB" in line for line in verdict([too_large]))

@@ -13,8 +13,9 @@ from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run
 from mics.bench.systems import SYSTEMS
 from mics.cost.clusters import Cluster
+from mics.cost.memory import DRIVER_NBYTES
 from mics.models import GPTConfig
-from mics.utils.numbers import listed, milliseconds, percent, plural, seconds, times
+from mics.utils.numbers import listed, memory, milliseconds, percent, plural, seconds, times
 
 _DISAGREE: Final = "LOSSES DISAGREE"
 _LONGER: Final = 1.1  # times the slowest timed step: what computes longer than that is another step
@@ -112,6 +113,15 @@ class Row:
         _, low, high = self.step_seconds
         return computed > _LONGER * high or computed + exposed + (idle or 0.0) < _SHORTER * low
 
+    @property
+    def shortage(self) -> str | None:
+        """Why the emulated GPU would run out of memory, though this device did not."""
+        known = 0.0 if self.run.cluster is None else self.run.cluster.memory_nbytes
+        peak = self.median(lambda found: found.peak_allocated_nbytes)
+        if self.run.job.device != "cuda" or not known or peak is None or peak <= known - DRIVER_NBYTES:
+            return None
+        return f"needs {memory(peak)} of the {memory(known - DRIVER_NBYTES)} that a program has there"
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for the JSON file."""
         return {
@@ -122,6 +132,7 @@ class Row:
             "step_seconds": None if self.error else self.step_seconds,
             "tflops": None if self.error else self.tflops,
             "mfu": None if self.error else self.mfu,
+            "shortage": None if self.error else self.shortage,
             "breakdown_differs": None if self.error else self.breakdown_differs,
             "outcomes": [asdict(outcome) for outcome in self.outcomes],
         }
@@ -151,6 +162,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         if len(ran) > 1:
             said.append(f"{setting}: {_ranking(ran)}")
         said += [f"{setting}: {warning(row)}" for row in ran if row.breakdown_differs]
+        said += [f"{setting}: {row.run.system} would not run: {row.shortage}" for row in ran if row.shortage]
         said += [
             f"{setting}: {row.run.system} did not run: {row.error}"
             for row in rows_of_setting

@@ -19,6 +19,8 @@ QUICK_SHARE: Final = 0.1
 """With `low_memory`: a reduction of less than this part of a forward is waited for: 3% of a unit's time."""
 USABLE: Final = 0.92
 """Of a device's memory: the rest is the CUDA context, the allocator's holes and NCCL's buffers."""
+DRIVER_NBYTES: Final = 1 << 30
+"""Of a GPU's memory, that no program has: tables of its pages, the CUDA context and loaded kernels."""
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32

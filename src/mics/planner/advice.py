@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from mics.cost.clusters import PRESETS
+from mics.cost.gpus import formats_of
 from mics.cost.setting import Setting
 from mics.planner.search import Choice
 from mics.utils.numbers import plural
 
-_WITHOUT_BF16: Final = ("p3dn.24xlarge",)  # V100
 _WIDTH: Final = 80
 _PARTS: Final = "[part for b in model.blocks for part in (b.attention, b.up, b.down)]"
 _OTHER_MODELS: Final = "# of mics.models.GPT; in other models: a block's attention, its MLP's matrices"
@@ -97,4 +97,4 @@ def _call(name: str, arguments: list[str], *, indent: int = 0) -> list[str]:
 
 def _format(setting: Setting) -> str:
     """The 16-bit format that the cluster's GPUs multiply in."""
-    return "float16" if setting.cluster.name in _WITHOUT_BF16 else "bfloat16"
+    return formats_of(setting.cluster.gpu)[0]
