@@ -241,7 +241,8 @@ def test_phases_of_every_system(name: str, device: Device, tmp_path: Path) -> No
     assert len(timeline.micro_batches()) == 2
     _check_division(timeline)
     assert total(timeline.busy("compute")) <= timeline.seconds
-    roles = {segment.role for link in LINKS for segment in timeline.lanes[link]} - {"other"}
+    roles = {segment.role for link in LINKS for segment in timeline.lanes[link]}
+    roles -= {"other", "host copy"}  # a GPU copies what ranks tell each other
     assert (
         roles
         == {
