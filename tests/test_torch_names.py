@@ -26,7 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "tests", "benchmarks")
 
 # Private names that classes of ours have and objects of torch's too: looked up as torch's.
-IN_BOTH = {"_apply", "_buffers", "_device_types", "_get_backend", "_modules", "_timeout", "_version"}
+IN_BOTH = {
+    "_apply",
+    "_buffers",
+    "_device_types",
+    "_get_backend",
+    "_make",
+    "_modules",
+    "_timeout",
+    "_version",
+}
 
 Places = dict[str, set[str]]  # name -> files that use it
 

@@ -96,8 +96,9 @@ class Zero2Trainer:
         self._own = own
         # [world * share], every rank's parameters; written by the update and the all-gather
         self._flat = torch.zeros(self._share * self._world_size, dtype=job.param, device=device)
-        self._masters = nn.Parameter(torch.zeros(self._share, device=device))  # float32, this rank's
-        self._grads = torch.zeros(self._share, device=device)  # float32, this rank's sum over the world
+        self._masters = nn.Parameter(torch.zeros(self._share, dtype=torch.float32, device=device))
+        # [share], this rank's sum over the world
+        self._grads = torch.zeros(self._share, dtype=torch.float32, device=device)
         self._at = self._lay_out(device)
         size = min(bucket_numel, total)
         self._buckets = [_Bucket(torch.empty(size, dtype=job.param, device=device)) for _ in range(2)]
