@@ -183,11 +183,12 @@ def test_two_depths_of_one_model() -> None:
 
 def _outcome(run: Run, base: float, slope: float) -> Outcome:
     seconds = base + slope * run.job.model.num_layers
+    computed = base + min(slope, 0.25) * run.job.model.num_layers
     exposure = Exposure(
-        compute_seconds=base + min(slope, 0.25) * run.job.model.num_layers,
+        compute_seconds=computed,
         idle_seconds=0.5,
         link_seconds={"intra": seconds, "inter": seconds},
-        exposed_seconds={"intra": 0.0, "inter": 0.0},
+        exposed_seconds={"intra": 0.0, "inter": seconds - computed},
         link_nbytes={"intra": 0.0, "inter": 100.0 * run.job.model.num_layers},
     )
     return Outcome(
