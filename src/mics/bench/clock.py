@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -112,6 +112,9 @@ class StepWork:
             dtype=job.param_dtype,
             gpu=gpu,
         )
+
+
+_known: dict[StepWork, GpuClock] = {}  # by this process
 
 
 def measure_clock(work: StepWork, job: Job) -> GpuClock:
@@ -255,8 +258,16 @@ class _Shapes:
 
 
 def measure_clocks(jobs: Sequence[tuple[Job, str]]) -> list[GpuClock]:
-    """Of every job and GPU, in a process of its own, whose memory goes with it; equal ones once."""
-    different = {StepWork.of(job, gpu): job for job, gpu in jobs}
+    """Of every job and GPU; equal ones once, so that every system has the same clock."""
+    works = [StepWork.of(job, gpu) for job, gpu in jobs]
+    new = {work: job for work, (job, _) in zip(works, jobs, strict=True) if work not in _known}
+    if new:
+        _known.update(_measured_apart(new))
+    return [_known[work] for work in works]
+
+
+def _measured_apart(different: Mapping[StepWork, Job]) -> dict[StepWork, GpuClock]:
+    """In a process of its own, whose memory goes with it."""
     with tempfile.TemporaryDirectory(prefix="mics-clock-") as scratch:
         asked, answered = Path(scratch) / "jobs.json", Path(scratch) / "clocks.json"
         asked.write_text(
@@ -271,8 +282,7 @@ def measure_clocks(jobs: Sequence[tuple[Job, str]]) -> list[GpuClock]:
                 "--micro-batch"
             )
         found = [GpuClock.of(each) for each in json.loads(answered.read_text())]
-    clocks = dict(zip(different, found, strict=True))
-    return [clocks[StepWork.of(job, gpu)] for job, gpu in jobs]
+    return dict(zip(different, found, strict=True))
 
 
 def main(jobs: Path, clocks: Path) -> None:
