@@ -14,7 +14,7 @@ from benchmarks.published.command import Published, main
 from benchmarks.published.emulate import Job, jobs_of, layers_of, measure, measured_of
 from benchmarks.published.planned import fits
 from benchmarks.published.predict import PeerAtBest, Range, predict_row, usual_point
-from benchmarks.published.results import Result, error_of, measured_today, newest, read, write
+from benchmarks.published.results import RESULTS, Result, error_of, measured_today, newest, read, write
 from benchmarks.published.rows import BY_KEY, EXPERIMENTS, ROWS, Measure, rows_of
 from matplotlib.image import imread
 
@@ -244,3 +244,13 @@ def test_a_command_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     assert next(again).step_seconds == 2.0
     assert replace(_result("gpt-100b"), measured=known).emulated(row) is None
     assert theirs.point.cluster == "p4d.24xlarge:16"
+
+
+def test_the_whole_trillion_is_in_its_row() -> None:
+    """A run of all layers counts before one that was scaled."""
+    found = newest("gpt-1t", RESULTS)
+    assert found is not None
+    row = BY_KEY["gpt-1t/mics"]
+    whole = trillion.measured_whole(RESULTS)
+    assert [each for each in found.measured if each.key == row.key] == list(whole)
+    assert found.emulated(row) is not None

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.published import trillion
 from benchmarks.published.dated import by_date, dated_file
 from benchmarks.published.emulate import Measured
 from benchmarks.published.predict import PeerAtBest, Range
@@ -113,4 +114,8 @@ def newest(experiment: str, folder: Path = RESULTS) -> Result | None:
     if not found:
         return None
     measured = next((each.measured for each in reversed(found) if each.measured), ())
+    if experiment == trillion.THEME:
+        whole = trillion.measured_whole(folder)
+        keys_of_whole = {each.key for each in whole}
+        measured = (*whole, *(each for each in measured if each.key not in keys_of_whole))
     return replace(found[-1], measured=measured)

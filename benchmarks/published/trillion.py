@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from benchmarks.published.dated import dated_file
+from benchmarks.published.dated import dated_file, latest
+from benchmarks.published.emulate import Measured
 from torch import nn
 
 import mics
@@ -41,6 +42,7 @@ from mics.utils.picture_style import LIGHT, Theme, picture
 GIB: Final = 2**30
 THEME: Final = "gpt-1t"
 _PAGE_NBYTES: Final = 4096
+_NUM_SAMPLES: Final = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +226,33 @@ def _dilation(config: Trillion, job: Job) -> float:
     return measure_clock(StepWork.of(job, config.as_gpu), job).factor
 
 
+def measured_whole(folder: Path) -> tuple[Measured, ...]:
+    """The newest run of all layers on a GPU, as the row that it is."""
+    file = latest(folder, THEME)
+    found = None if file is None else read(file)
+    if found is None or found.model != THEME or found.gpu == "this device":
+        return ()
+    return (
+        Measured(
+            key=f"{THEME}/mics",
+            role="row",
+            system="mics",
+            step_seconds=found.step_seconds,
+            tflops=found.tflops,
+            layers=None,
+            peak_gib=found.peak_allocated_nbytes / GIB,
+            setting="p=512, 8 x 1, offload, 1024 tokens",
+            command="python -m benchmarks.published.trillion",
+        ),
+    )
+
+
+def _thinned(samples: list[Sample]) -> list[Sample]:
+    """Few enough for a file: every so many-th, and where a phase begins."""
+    every = max(1, len(samples) // _NUM_SAMPLES)
+    return [each for n, each in enumerate(samples) if n % every == 0 or each.unit == each.phase]
+
+
 def read(file: Path) -> Found:
     """A dated result."""
     found = json.loads(file.read_text())
@@ -297,7 +326,7 @@ def main(args: Sequence[str] | None = None) -> Path:
     config.results.mkdir(parents=True, exist_ok=True)
     found = measure(config)
     file = dated_file(config.results, THEME)
-    file.write_text(json.dumps(asdict(found), indent=1))
+    file.write_text(json.dumps(asdict(replace(found, samples=_thinned(found.samples))), indent=1))
     file.with_suffix(".md").write_text("\n".join(words(found)))
     draw_memory(dated_file(config.results, f"{THEME}-memory").with_suffix(".png"), found, LIGHT)
     print("\n".join(words(found)))
