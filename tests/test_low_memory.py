@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial, partialmethod
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from mics.engine import engine_of
 from mics.layout.order import Plans, Prefetch, make_plan
 from mics.schedule.events import What
 from mics.sharding.contiguous import Contiguous
-from mics.sharding.whole import WholeParameters
+from mics.sharding.whole import HomeSegment, WholeParameters
 from tests import tiers
 from tests.ranks import run_expecting_error, run_ranks
 
@@ -473,3 +474,44 @@ def test_it_is_the_default_where_activations_are_offloaded() -> None:
     for wrong in ("yes", 1, 0, None):
         with pytest.raises(mics.SettingsError, match='low_memory: expected "auto", True or False'):
             mics.shard(nn.Linear(2, 2), low_memory=wrong)  # type: ignore[arg-type]
+
+
+def _out_of_memory() -> tuple[int, list[float]]:
+    """Steps in which a freed part of the arena gets no memory, each followed by one that goes through."""
+    model, optimizer = _shard(2, low_memory=True, prefetch=1)
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        loss = model(_data(number))
+        loss.backward()
+        optimizer.step()
+        return float(loss.item())
+
+    for number in range(4):
+        step(number)
+    num_failed, losses, enter = 0, [], HomeSegment.enter
+    for when in (1, 2, 5, 8):
+        calls = 0
+
+        def fails(segment: HomeSegment, when: int = when) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == when:
+                raise MemoryError
+            enter(segment)
+
+        with patch.object(HomeSegment, "enter", fails), suppress(MemoryError):
+            optimizer.zero_grad()
+            model(_data(0)).backward()
+            continue
+        num_failed += 1
+        losses.append(step(when))
+    assert all(unit.whole.at_home for unit in engine_of(model).units if unit.whole.has_home)
+    return num_failed, losses
+
+
+def test_memory_that_runs_out_leaves_homes_free() -> None:
+    """A program that catches it goes on, with units at home."""
+    (num_failed, losses), (_, others) = run_ranks(2, _out_of_memory)
+    assert num_failed == 4
+    assert losses == others and all(map(math.isfinite, losses))

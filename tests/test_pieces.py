@@ -290,7 +290,28 @@ def _frozen_later(run: Run) -> list[Any]:
     return run.state(model)
 
 
+def _assigned_and_scaled(run: Run) -> list[Any]:
+    """Some gradients are the user's own tensors when all of them are changed in place by one operator."""
+    model = run.shard(toys.Chain())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):
+        loss = _loss(model, step)
+        run.backward(lambda rank, loss=loss: scaler.scale(loss(rank)))
+        for p in list(model.parameters())[-2:]:
+            p.grad = p.grad * 0.5
+        scaler.unscale_(optimizer)
+        for p in list(model.parameters())[-1:]:
+            p.grad = p.grad + 0.01
+        torch._foreach_mul_([p.grad for p in model.parameters()], 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return run.state(model)
+
+
 SCRIPTS = [
+    _assigned_and_scaled,
     _gradients_kept,
     _swapped_weights,
     _whole_operands,

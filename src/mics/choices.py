@@ -252,9 +252,10 @@ def _device_memory(settings: Settings) -> tuple[float, float]:
     """Bytes that are free now and in all, of what this rank has. Of a processor only as a cluster says it."""
     limit = settings.memory_nbytes
     if settings.device.type != "cuda":
-        return (limit, limit) if limit else (settings.cluster.memory_nbytes,) * 2
+        limit = settings.cluster.memory_nbytes if limit is None else limit
+        return limit, limit
     free, total = (each / settings.ranks_on_gpu for each in torch.cuda.mem_get_info(settings.device))
-    if not limit:
+    if limit is None:
         return free, total
     return min(free, limit - torch.cuda.memory_reserved(settings.device)), min(total, limit)
 

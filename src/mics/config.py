@@ -48,8 +48,8 @@ class Settings:
     device: torch.device
     ranks_on_gpu: int = 1
     """Ranks that share this one's GPU, with it."""
-    memory_nbytes: float = 0.0
-    """Of the device of a rank that is emulated; 0: what this rank's device has."""
+    memory_nbytes: float | None = None
+    """Of the device of a rank that is emulated; None: what this rank's device has."""
     least_memory_nbytes: float = 0.0
     """Of a device, the least of all ranks: what all of them may decide by; 0: not known."""
     activations: Activations | None
@@ -171,10 +171,11 @@ def cluster_for(device: torch.device, nodes: Sequence[str], world: World) -> Clu
     return assumed_cluster(name, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
 
 
-def imagined_memory(world: World) -> float:
-    """Bytes that a program has of an emulated device: the rest is the driver's. 0: none is emulated."""
-    known = 0.0 if world.imagined is None else world.imagined.memory_nbytes
-    return max(0.0, known - DRIVER_NBYTES)
+def imagined_memory(world: World) -> float | None:
+    """Bytes that a program has of an emulated device: the rest is the driver's. None: nobody says."""
+    if world.imagined is None or not world.imagined.memory_nbytes:
+        return None
+    return max(1.0, world.imagined.memory_nbytes - DRIVER_NBYTES)
 
 
 def _partition_groups(

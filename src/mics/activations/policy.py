@@ -37,8 +37,8 @@ class Activations:
     """What happens to the activations of units.
 
     ``checkpoint``: "unit" computes units again in their backward, "none" none of them, a class of modules
-    those of that class, and a callable those for which it returns True. A class of modules (or a callable)
-    that is no unit, and has units inside, is recomputed as a whole. ``every``: with "unit", only every so
+    those of that class, and a callable those for which it returns True. Where that is no unit, modules with
+    units inside are meant, which are recomputed as a whole. ``every``: with "unit", only every so
     many-th. ``offload``: what checkpoints save goes to host memory. ``offload_fraction``: only that of this
     fraction of the units, the first ones. ``offload_bytes``: only so many bytes at a time. Either of the two
     implies ``offload``.

@@ -12,6 +12,7 @@ from mics.cost.memory import TINY_SHARE
 from mics.layout.flat import UnitLayout
 from mics.sharding.spec import UnitSpec
 
+_MAX_VIEWS: Final = 1024
 _SMALL_NBYTES: Final = 1 << 20  # a buffer that nobody misses
 
 
@@ -27,6 +28,8 @@ class ReduceBuffer:
     def views_for(self, unit: int, layout: UnitLayout, start: int) -> ReduceViews:
         """The views of a unit that is laid out from element ``start`` on."""
         if (unit, start) not in self._views:
+            if len(self._views) >= _MAX_VIEWS:  # orders that go on changing
+                self._views.clear()
             self._views[unit, start] = ReduceViews(self, layout, start)
         return self._views[unit, start]
 

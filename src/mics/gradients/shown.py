@@ -94,6 +94,9 @@ class ShownGradients:
                 gradients.views[index].copy_(value)
                 unit.shards[index].grad = None
         self.show(unit)
+        for index, value in assigned.items():
+            if isinstance(value, ShardTensor):  # the operator that asked for gradients may have it in a list
+                value.became = self._guards[unit.spec.index][index]
         return list(assigned)
 
     def forget(self) -> None:

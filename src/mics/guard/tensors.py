@@ -20,6 +20,7 @@ from mics.errors import MicsError, SettingsError
 from mics.guard.answers import AllReduces, Answered, Entry
 from mics.guard.layout import Layout, ShardOwner
 from mics.guard.rules import Watch, refusal
+from mics.utils.tensor_trees import put_together, take_apart
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +67,7 @@ class ShardTensor(Tensor):
     shard_owner: ref[ShardOwner]
     _root: ShardTensor | None = None  # the piece whose memory this one shares
     _aliases: list[ref[ShardTensor]] | None = None  # pieces that share this one's memory
+    became: ShardTensor | None = None  # the gradient that it was adopted as, in the operator under way
 
     @classmethod
     def guard(cls, piece: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardTensor:
@@ -194,8 +196,12 @@ class ShardTensor(Tensor):
             return args[0].to(device=pieces[0].device, dtype=pieces[0].dtype)
         for piece in pieces:
             piece.check_kept()
+            piece.became = None
         for piece in pieces:
             piece._prepare()
+        if any(piece.became is not None for piece in pieces):
+            args, kwargs = _with_adopted(args, kwargs)
+            pieces = list(pieces_in((args, kwargs)))
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, pieces[0], args)
         if all(piece.shard_layout.parts[0].alone for piece in pieces):
@@ -300,6 +306,15 @@ def pieces_in(value: Any) -> Iterator[ShardTensor]:
 
 
 # -- inside -----------------------------------------------------------------------------------------
+
+
+def _with_adopted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments with gradients in place of what the user had assigned for them, which this call adopted."""
+    rest, tensors = take_apart((args, kwargs))
+    became = [getattr(tensor, "became", None) for tensor in tensors]
+    return put_together(
+        rest, [tensor if new is None else new for tensor, new in zip(tensors, became, strict=True)]
+    )
 
 
 def _unsaved(layout: Layout) -> MicsError:

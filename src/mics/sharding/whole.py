@@ -83,8 +83,8 @@ class WholeParameters:
         """Have memory at ``flat``."""
         if self.at_home:
             assert self.is_free and self._segment is not None, "two units at one home"
+            self._segment.enter()  # which may run out of memory
             self._lives_at_home = True
-            self._segment.enter()
         elif self.is_own:
             self._own.untyped_storage().resize_(self.nbytes)
 
