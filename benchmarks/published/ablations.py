@@ -26,7 +26,8 @@ from benchmarks.published.dated import dated_file
 from torch import Tensor, nn
 
 import mics
-from mics.bench.job import Job
+from mics.bench.clock import GpuClock, measure_clocks
+from mics.bench.job import DType, Job
 from mics.bench.measure import measure
 from mics.bench.models import BENCH_MODELS
 from mics.bench.plan import Outcome, Run, RunPlan
@@ -318,6 +319,8 @@ class Place:
     layers: int | None
     """Blocks that run, of true width; None: all."""
     ways: tuple[str, ...]
+    gpu: str | None = None
+    """Of the document, in whose time results are; None: this device."""
 
 
 _EVERY: Final = tuple(way.key for way in WAYS)
@@ -334,6 +337,7 @@ PLACES: Final = {
             accumulation=2,
             layers=24,
             ways=tuple(key for key in _EVERY if key != "one-hop"),
+            gpu="a100-40gb",
         ),
         # BERT-10B on 128 V100s, as MiCS: a replica on each node, four micro-steps.
         Place(
@@ -345,6 +349,7 @@ PLACES: Final = {
             accumulation=4,
             layers=24,
             ways=("default", "no-overlap", "one-hop"),
+            gpu="v100",
         ),
         Place(
             name="tiny",
@@ -405,13 +410,25 @@ def measure_way(place: Place, way: Way, config: Ablations, *, limit_nbytes: int 
     job, cluster = _job(place), find_cluster(place.cluster)
     notes: list[tuple[int, int]] = []
     system = System(name=way.key, build=lambda job: _Counted(way.build(job), notes))
-    run = Run(number=0, system=way.key, job=job, world_size=cluster.world_size, cluster=cluster)
+    run = Run(
+        number=0,
+        system=way.key,
+        job=job,
+        world_size=cluster.world_size,
+        cluster=cluster,
+        clock=_clock(job, place.gpu),
+    )
     plan = RunPlan(
         runs=(), num_warmup_steps=config.warmup, num_steps=config.steps, folder=str(config.results)
     )
     with _limited(limit_nbytes):
         outcome = measure(run, plan, systems={way.key: system})
     return _found(place, way, outcome, notes[config.warmup :], limit_nbytes)
+
+
+def _clock(job: Job, gpu: str | None) -> GpuClock | None:
+    """In whose time a place is measured. On a CPU in its own: what it shows is that everything runs."""
+    return None if gpu is None or job.device == "cpu" else measure_clocks([(job, gpu)])[0]
 
 
 def _found(
@@ -452,6 +469,7 @@ class _limited:  # noqa: N801  (reads as a function where it is used)
 def _job(place: Place) -> Job:
     model = BENCH_MODELS[place.model]
     on_gpu = torch.cuda.is_available()
+    usual: DType = "float16" if place.gpu == "v100" else "bfloat16"
     config = model.config if place.layers is None else replace(model.config, num_layers=place.layers)
     return Job(
         model=config,
@@ -459,8 +477,8 @@ def _job(place: Place) -> Job:
         micro_batch=place.micro_batch,
         accumulation=place.accumulation,
         checkpoint=model.checkpoint,
-        param_dtype="bfloat16" if on_gpu else "float32",
-        reduce_dtype="bfloat16" if on_gpu else "float32",
+        param_dtype=usual if on_gpu else "float32",
+        reduce_dtype=usual if on_gpu else "float32",
         device="cuda" if on_gpu else "cpu",
         max_norm=1.0,
     )
