@@ -83,7 +83,7 @@ def plan_segments(
     apart: Collection[int],
     leave_out: Collection[int] = (),
 ) -> list[Homes]:
-    """The same in several buffers, all of which but the first may come and go with the units in them.
+    """The same in several buffers, which may come and go with the units in them.
 
     In the first are units that are in memory while the loss is computed, and others that fit in between. Each
     of those that share with nobody (``apart``) has one: together they would be there as long as any is.

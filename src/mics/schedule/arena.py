@@ -5,8 +5,8 @@ everybody every time. A unit is gathered at its home only while such an order is
 known who else is in memory. Otherwise it has memory of its own, which comes and goes.
 
 The arena is one buffer. In low memory units that are gathered while the loss is computed have one of their
-own, and the loss may have the memory of the others. That is kept, too, as soon as a step has shown that the
-device has room for both.
+own, and each buffer has memory only while a unit is gathered there: at the peak hardly more than units with
+memory of their own would take. As soon as a step has shown that the device has room for all, it is kept.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Order:
 
 
 class SpareMemory:
-    """Whether the loss may have the memory of units that are not gathered then.
+    """Whether others may have the memory of segments in which no unit is gathered: the loss above all.
 
-    It may until a step of as many rows has shown that the device has room for both.
+    They may until a step of as many rows has shown that the device has room for both.
     """
 
     def __init__(self, segments: Sequence[HomeSegment]) -> None:
@@ -184,8 +184,7 @@ class Arena:
             return
         apart = {unit for each in settled for unit in each.apart}
         planned = plan_segments(recorded, sizes, apart=apart, leave_out=self._left_out)
-        _, *spare = [self._settle(homes, sizes) for homes in planned]
-        self.spare = SpareMemory(spare)
+        self.spare = SpareMemory([self._settle(homes, sizes) for homes in planned])
 
     def _settle(self, homes: Homes, sizes: Mapping[int, int]) -> HomeSegment:
         """Let units move in, and give them their memory."""
