@@ -310,7 +310,35 @@ def _assigned_and_scaled(run: Run) -> list[Any]:
     return run.state(model)
 
 
+def _assigned_and_held(run: Run) -> list[Any]:
+    """What was assigned to ``p.grad`` is the gradient from there on, whoever changes which of the two."""
+    model = run.shard(toys.Chain())
+    optimizer = sgd(model)
+    averages: dict[str, Tensor] = {}
+    found: list[Any] = []
+    for step in range(4):
+        run.backward(_loss(model, step))
+        for name, p in model.named_parameters():  # a momentum by hand
+            if name not in averages:
+                averages[name] = torch.zeros_like(p)
+            averages[name].mul_(0.9).add_(p.grad)
+            p.grad = averages[name]
+        for grad in [p.grad for p in model.parameters()]:
+            grad.mul_(0.5)
+        found.append([averages[name].norm().item() for name in averages])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append([averages[name].sum().item() for name in averages])
+        if step == 1:
+            optimizer.zero_grad(set_to_none=False)
+            found.append([averages[name].abs().sum().item() for name in averages])
+        optimizer.zero_grad()
+        found.append([averages[name].square().sum().item() for name in averages])
+    return [*run.state(model), found]
+
+
 SCRIPTS = [
+    _assigned_and_held,
     _assigned_and_scaled,
     _gradients_kept,
     _swapped_weights,

@@ -84,18 +84,18 @@ class ShownGradients:
             return []
         for index, value in assigned.items():
             if isinstance(value, ShardTensor):
-                value.check_kept()
+                value.current().check_kept()
                 _check_assigned(unit.layouts[index], value)
         gradients = self.of(unit)
         finish(gradients)
         self._leave(unit, list(assigned))
         with plainly():
             for index, value in assigned.items():
-                gradients.views[index].copy_(value)
+                gradients.views[index].copy_(value.current() if isinstance(value, ShardTensor) else value)
                 unit.shards[index].grad = None
         self.show(unit)
         for index, value in assigned.items():
-            if isinstance(value, ShardTensor):  # the operator that asked for gradients may have it in a list
+            if isinstance(value, ShardTensor):  # who holds it goes on with the gradient
                 value.became = self._guards[unit.spec.index][index]
         return list(assigned)
 

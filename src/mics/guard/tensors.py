@@ -67,7 +67,7 @@ class ShardTensor(Tensor):
     shard_owner: ref[ShardOwner]
     _root: ShardTensor | None = None  # the piece whose memory this one shares
     _aliases: list[ref[ShardTensor]] | None = None  # pieces that share this one's memory
-    became: ShardTensor | None = None  # the gradient that it was adopted as, in the operator under way
+    became: ShardTensor | None = None  # the gradient that it is, since the user assigned it
 
     @classmethod
     def guard(cls, piece: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardTensor:
@@ -126,6 +126,10 @@ class ShardTensor(Tensor):
         alias._root = root
         root._aliases = [each for each in root._aliases or [] if each() is not None]
         root._aliases.append(ref(alias))
+
+    def current(self) -> ShardTensor:
+        """Itself, or the gradient that it became: ``p.grad = g`` makes the two one, as in torch."""
+        return self if self.became is None else self.became.current()
 
     def _prepare(self) -> None:
         """Have the values that a user may see."""
@@ -195,12 +199,11 @@ class ShardTensor(Tensor):
         if name in _LIKE_ANOTHER and not isinstance(args[0], ShardTensor):
             return args[0].to(device=pieces[0].device, dtype=pieces[0].dtype)
         for piece in pieces:
-            piece.check_kept()
-            piece.became = None
+            piece.current().check_kept()
         for piece in pieces:
-            piece._prepare()
+            piece.current()._prepare()
         if any(piece.became is not None for piece in pieces):
-            args, kwargs = _with_adopted(args, kwargs)
+            args, kwargs = _with_gradients(args, kwargs)
             pieces = list(pieces_in((args, kwargs)))
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, pieces[0], args)
@@ -308,12 +311,11 @@ def pieces_in(value: Any) -> Iterator[ShardTensor]:
 # -- inside -----------------------------------------------------------------------------------------
 
 
-def _with_adopted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments with gradients in place of what the user had assigned for them, which this call adopted."""
+def _with_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments with gradients in place of what the user assigned for them."""
     rest, tensors = take_apart((args, kwargs))
-    became = [getattr(tensor, "became", None) for tensor in tensors]
     return put_together(
-        rest, [tensor if new is None else new for tensor, new in zip(tensors, became, strict=True)]
+        rest, [tensor.current() if isinstance(tensor, ShardTensor) else tensor for tensor in tensors]
     )
 
 
