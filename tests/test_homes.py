@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.layout.homes import ALIGNMENT, Change, Recorded, _lifetimes, plan_homes
+from mics.layout.homes import ALIGNMENT, Change, Recorded, _lifetimes, _meet, plan_homes, plan_segments
 from mics.layout.order import Prefetch, make_plan
 
 
@@ -81,3 +81,31 @@ def test_units_alive_together_never_overlap(data: st.DataObject, prefetch: int) 
                     assert not held & set(homes.neighbours(unit, sizes)), (held, homes.offsets)
             elif event.unit not in needed[seen : seen + prefetch]:
                 held.discard(event.unit)
+
+
+@given(data=st.data(), prefetch=st.integers(1, 3))
+def test_segments_hold_everybody_once_and_nobody_overlaps(data: st.DataObject, prefetch: int) -> None:
+    """What the loss meets is in the first, which is no larger for its guests; who is apart is alone."""
+    num_blocks = data.draw(st.integers(2, 8))
+    sizes = {unit: data.draw(st.integers(1, 5000)) for unit in range(num_blocks)}
+    apart = data.draw(st.sets(st.integers(0, num_blocks - 1), max_size=2))
+    order = [*range(num_blocks), *reversed(range(num_blocks))]
+    plan = make_plan(order, sizes=sizes, prefetch=Prefetch(units=prefetch), turn=num_blocks)
+    events = _chain(num_blocks)
+    del events[2 * num_blocks - 1]  # the last is kept at the turn
+    recorded = Recorded(
+        events=events, sent_at=plan.sent_at(), first=plan.first_units, staying=apart, turn=plan.turn
+    )
+    segments = plan_segments([recorded], sizes, apart=apart)
+    assert sorted(unit for homes in segments for unit in homes.offsets) == list(range(num_blocks))
+    lifetimes = _lifetimes(recorded)
+    for homes in segments:
+        for unit in homes.offsets:
+            assert not any(
+                _meet(lifetimes[unit], lifetimes[other]) for other in homes.neighbours(unit, sizes)
+            )
+            assert homes.offsets[unit] + sizes[unit] <= homes.nbytes
+    at_turn = recorded.at_turn() - apart
+    assert num_blocks - 1 in at_turn | apart and at_turn <= segments[0].offsets.keys()
+    assert segments[0].nbytes == plan_homes([recorded], sizes, leave_out=sizes.keys() - at_turn).nbytes
+    assert [set(homes.offsets) for homes in segments[2:]] == [{unit} for unit in sorted(apart)]
