@@ -15,7 +15,7 @@ from mics.config import Settings, cluster_for, device_of, imagined_memory, whole
 from mics.cost.auto import Turn, batch_nbytes, exchange_pays, latency_nbytes, two_stages_pay
 from mics.cost.collectives import Kind, Span
 from mics.cost.depth import MicroStep, batching_for, forward_seconds, reduction_share
-from mics.cost.memory import ADAM_NBYTES, USABLE
+from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES, USABLE
 from mics.cost.modules import shape_of_module
 from mics.cost.setting import fitting_partition
 from mics.errors import SettingsError
@@ -30,7 +30,6 @@ from mics.sharding.unit import Unit
 
 _log = logging.getLogger("mics")
 _said: set[str] = set()
-_MASTER_NBYTES = 4  # of an element in float32
 
 
 def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -> Topology:
@@ -114,7 +113,7 @@ def _whole_masters_fit(settings: Settings, partition_size: int) -> bool:
     for site in settings.sites:
         nbytes += _nbytes(site, settings)
         # Gradients, masters and two moments.
-        nbytes += (2 * _MASTER_NBYTES + ADAM_NBYTES) * _trained_numel(site)
+        nbytes += (2 * MASTER_NBYTES + ADAM_NBYTES) * _trained_numel(site)
     return nbytes / partition_size <= settings.least_memory_nbytes / 2
 
 

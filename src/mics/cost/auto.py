@@ -10,14 +10,14 @@ from typing import Final
 
 from mics.cost.clusters import Cluster
 from mics.cost.collectives import Cost, Kind, Span, cost
+from mics.cost.compute import UPDATE_NBYTES
+from mics.cost.memory import MASTER_NBYTES
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
 _MAX_PREFETCH: Final = 3
 _MAX_HORIZON: Final = 4
 _LEAST_MESSAGE_NBYTES: Final = 64 << 10
 _WORTH_SHARE: Final = 0.02  # of a step, that whole masters must save: they take memory
-_MASTER_NBYTES: Final = 4  # of a master's element in float32
-_UPDATE_NBYTES: Final = 30  # moved for each element: AdamW in float32, and the 16-bit copy
 
 
 def move_seconds(cluster: Cluster, kind: Kind, span: Span, nbytes: int, *, two_stage: bool) -> float:
@@ -124,7 +124,7 @@ class Turn:
             sent = max(computed, sent) + reduction
         owners = self.partition_size * (1 if whole else self.replication.size)
         bandwidth = self.cluster.memory_bandwidth or math.inf
-        computed = sent = sent + sum(self.numels) * _UPDATE_NBYTES / owners / bandwidth
+        computed = sent = sent + sum(self.numels) * UPDATE_NBYTES / owners / bandwidth
         spread = [0.0] * len(self.numels) if whole else self._across(Kind.ALL_GATHER)
         for seconds, arrival in zip(self.forwards, spread, strict=True):
             sent += arrival
@@ -134,7 +134,7 @@ class Turn:
     def _across(self, kind: Kind) -> list[float]:
         """Seconds of each unit's chunk across replicas."""
         nbytes = self.param_nbytes if kind is Kind.ALL_GATHER else self.wire_nbytes
-        largest = _MASTER_NBYTES * max(self.numels, default=0) // self.partition_size
+        largest = MASTER_NBYTES * max(self.numels, default=0) // self.partition_size
         known = {
             numel: replica_seconds(
                 self.cluster,

@@ -14,6 +14,8 @@ HALF_SPEED_WIDTH: Final = 128.0
 # Attention that is not fused: scores are written by the product, read and written by scaling, masking,
 # soft-max (which reads them twice more, for maximum and sum) and dropout, and read for the values: 12.
 _SCORE_PASSES: Final = 12.0
+UPDATE_NBYTES: Final = 30
+"""Moved for each element by AdamW: four reads and three writes in float32, and the 16-bit copy."""
 _ITEMSIZE: Final = 2
 _UNFUSED_PASSES: Final = 2.0  # norms, GELU and residuals: what one kernel writes the next one reads
 
@@ -46,5 +48,5 @@ class Device:
         return tokens * (matrices + attention + nbytes / self.memory_bandwidth)
 
     def update_seconds(self, numel: float) -> float:
-        """Of AdamW on so many elements: four reads and three writes in float32, and the 16-bit copy."""
-        return numel * 30 / self.memory_bandwidth
+        """Of AdamW on so many elements."""
+        return numel * UPDATE_NBYTES / self.memory_bandwidth

@@ -21,6 +21,7 @@ USABLE: Final = 0.92
 """Of a device's memory: the rest is the CUDA context, the allocator's holes and NCCL's buffers."""
 DRIVER_NBYTES: Final = 1 << 30
 """Of a GPU's memory, that no program has: tables of its pages, the CUDA context and loaded kernels."""
+MASTER_NBYTES: Final = 4  # of an element in float32
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
