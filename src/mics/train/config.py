@@ -135,11 +135,16 @@ class ShardingSettings:
     optimizer_sharding: Literal["auto", "world", "partition"] = "world"
     """Shard optimizer state over all ranks, or over the partition group only; auto: the latter where the cost
     model says that it saves time and memory allows it."""
-    param_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Master weights are fp32."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    units: Literal["blocks", "parts"] = "blocks"
+    """What is unsharded as a whole: blocks, or parts of them (attention, MLP), which takes less memory."""
+    prefetch: int | None = None
+    """Units to unshard ahead of their use; unset: as many as hide the all-gathers and fit into memory."""
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Dtype of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Master weights are fp32.
+    fp16 scales the loss, and leaves out updates that overflow (torch.amp.GradScaler)."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of the reduce-scatter inside the partition group; gradients are accumulated in fp32."""
-    replica_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    replica_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of the gradient reduction between replicas, once per step; gradients are summed in fp32."""
     activations: Literal["keep", "checkpoint", "offload"] = "keep"
     """Keep activations; recompute them (activation checkpointing); or recompute them and offload the inputs
@@ -148,6 +153,8 @@ class ShardingSettings:
     def __post_init__(self) -> None:
         size = self.partition_size
         _require(size is None or size >= 1, "sharding.partition_size", "at least 1", size)
+        ahead = self.prefetch
+        _require(ahead is None or ahead >= 0, "sharding.prefetch", "0 or more", ahead)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from rich.console import Console
@@ -26,15 +25,9 @@ from mics.train.nonfinite import NonfinitePolicy
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
 from mics.train.setup import Setup, describe_run
+from mics.train.sharding import describe_choices, prefetch_news, shard_model
 from mics.train.stopping import LEFT_CODE, Stopping
 from mics.utils.progress import is_live
-
-_ACTIVATIONS: Final = {
-    "keep": None,
-    "checkpoint": mics.Activations(),
-    "offload": mics.Activations(offload=True),
-}
-_DTYPES: Final = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -47,6 +40,8 @@ def run_rank(config: TrainConfig) -> int:
         with console.showing_log():
             run, resumed = _prepare(config, me, console)
             console.print(describe_run(config, run.setup, run.dealing), markup=False)
+            for line in describe_choices(run.model, config.sharding):
+                console.print(line, markup=False)
             history, last_step = _train(run, resumed, console, stop)
             if last_step < config.steps:
                 _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
@@ -87,7 +82,9 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     model, matrices = _build_model(config)
     optimizer = _build_optimizer(model, config, decayed=matrices)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate(config))
-    nonfinite = NonfinitePolicy(config.optimizer, model, optimizer)
+    scales = config.sharding.param_dtype == "fp16"
+    scaler = torch.amp.GradScaler(me.device.type, enabled=scales)
+    nonfinite = NonfinitePolicy(config.optimizer, model, optimizer, scaler)
     setup = Setup.of(model)
     meter = Meter(
         sent=lambda: sent_bytes(mics.traffic(model), engine_of(model).topology, me.rank),
@@ -150,17 +147,7 @@ def _build_model(config: TrainConfig) -> tuple[GPT, set[str]]:
     with torch.device("meta"):
         model = GPT(config.model.build())
     matrices = {name for name, param in model.named_parameters() if param.ndim >= 2}
-    mics.shard(
-        model,
-        partition_size=config.sharding.partition_size,
-        optimizer_sharding=config.sharding.optimizer_sharding,
-        precision=mics.Precision(
-            param_dtype=_DTYPES[config.sharding.param_dtype],
-            reduce_dtype=_DTYPES[config.sharding.reduce_dtype] or torch.float32,
-            replica_reduce_dtype=_DTYPES[config.sharding.replica_reduce_dtype],
-        ),
-        activations=_ACTIVATIONS[config.sharding.activations],
-    )
+    shard_model(model, config.sharding)
     return model, matrices
 
 
@@ -173,6 +160,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
         on_gpu=run.setup.on_gpu,
         checkpoint_dir=config.checkpoint_dir if config.checkpoint.interval else None,
     )
+    news = prefetch_news(run.model)
     profile = None
     if config.report.profile:
         profile = mics.profile(run.model, steps=config.report.profile, folder=config.run_dir / "profile")
@@ -189,6 +177,8 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
             if stop is not None and not stop.may_begin(step):
                 break
             grad_norm, learning_rate = _step(run, step, console)
+            for line in next(news):
+                console.print(line, markup=False)
             interval = config.report.eval_interval
             if step == config.steps or (interval and step % interval == 0):
                 with run.meter.paused():
@@ -245,8 +235,9 @@ def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
     run.model.train()
     for tokens, targets in mics.microsteps(run.model, batches):
         loss = run.model(tokens, targets) / len(batches)
-        loss.backward()
+        run.nonfinite.scale(loss).backward()
         step_loss += loss.detach()
+    run.nonfinite.unscale_()
     grad_norm = mics.clip_grad_norm_(run.model, run.config.optimizer.max_grad_norm)
     learning_rate = float(run.scheduler.get_last_lr()[0])
     warning = run.nonfinite.step(grad_norm, step)
