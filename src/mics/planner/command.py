@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from mics.errors import SettingsError
 from mics.planner.answer import Answer, answer, as_dict, complete, num_stages
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
+from mics.planner.run_file import write_run_file
 from mics.planner.search import MAX_NODES, Request, divided_batch, nearest, search
 from mics.planner.sweep import Size, Sweep, sweep_as_dict
 from mics.planner.text import show, show_sweep
@@ -86,6 +88,10 @@ class PlanConfig:
     """Print everything as JSON instead."""
     html: Path | None = None
     """Also write a page with pictures to this file."""
+    write: Path | None = None
+    """Also write the best setting to this file, for mics train --config; an existing file is replaced."""
+    data: tuple[Path, ...] = ()
+    """With --write: folders that mics data has prepared, to be named in the file; unset: data."""
 
     def check(self) -> None:
         """Raise if a number makes no sense."""
@@ -102,6 +108,12 @@ class PlanConfig:
                 "--price: expected --tokens beside it, found none; add what is to be trained on, such as "
                 "--tokens 300B"
             )
+        if self.write is not None and self.nodes:
+            raise SettingsError(
+                "--write: expected one number of nodes, found --nodes; give them in --cluster NAME:NODES"
+            )
+        if self.data and self.write is None:
+            raise SettingsError("--data: expected --write FILE beside it, found none; add it")
         if not self.batch.given:
             raise SettingsError(
                 "--global-batch, --global-batch-tokens: expected one of them, found neither; say how large "
@@ -134,7 +146,12 @@ def plan(args: Sequence[str]) -> int:
         _check_sizes(config, model, cluster)
         if config.nodes:
             return _publish(_sweep(config, model, cluster), config)
-        return _publish(_answer(config, model, cluster), config)
+        found = _answer(config, model, cluster)
+        if config.write is not None:
+            command = shlex.join(["mics", "plan", *args])
+            write_run_file(config.write, found, model=config.model, data=config.data, command=command)
+            print(f"written: {config.write}", file=sys.stderr)
+        return _publish(found, config)
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 2

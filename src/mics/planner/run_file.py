@@ -1,0 +1,114 @@
+"""A choice as a settings file: ``mics plan --write run.yaml``, then ``mics train --config run.yaml``.
+
+``mics.train`` stands above this package: the names of its settings are written here as text, and a test reads
+the file with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from mics.cost.gpus import formats_of
+from mics.cost.setting import Setting
+from mics.errors import SettingsError
+from mics.planner.answer import Answer
+from mics.planner.text import result
+from mics.utils.numbers import count, in_gib, plural
+
+_SHORT: Final = {"bfloat16": "bf16", "float16": "fp16"}
+_USUAL_STEPS: Final = 1000  # where nobody says how many tokens there are
+_USUAL_INTERVAL: Final = 100
+
+
+def write_run_file(path: Path, found: Answer, *, model: str, data: Sequence[Path], command: str) -> None:
+    """Write the best choice. An existing file is replaced: it is the plan that changed."""
+    try:
+        path.write_text(run_file(found, model=model, data=data, command=command))
+    except OSError as error:
+        raise SettingsError(
+            f"--write {path}: expected a file that can be written, found: {error.strerror or error}"
+        ) from None
+
+
+def run_file(found: Answer, *, model: str, data: Sequence[Path], command: str) -> str:
+    """The text of the file: what the plan decided, with what it expects in comments."""
+    best, setting = found.best, found.best.setting
+    heading = [
+        f"Written by: {command}",
+        f"{setting.model.name}, {count(setting.model.num_parameters)} parameters, on "
+        f"{plural(setting.cluster.num_nodes, 'node')} of {setting.cluster.name} "
+        f"({plural(setting.cluster.world_size, 'GPU')})",
+        f"Expected: {result(best)}",
+        f"Expected: {in_gib(best.memory.peak)} GiB per GPU at the peak",
+        "Before training: mics doctor --config FILE, mics train --config FILE --dry-run",
+    ]
+    lines = [f"# {line}" for line in heading]
+    return "\n".join([*lines, *_yaml(_settings(found, model=model, data=data))]) + "\n"
+
+
+def _settings(found: Answer, *, model: str, data: Sequence[Path]) -> dict[str, Any]:
+    setting = found.best.setting
+    batch = setting.micro_batch * setting.accumulation * setting.cluster.world_size
+    steps = _USUAL_STEPS
+    if found.money is not None:
+        steps = max(1, round(found.money.tokens / setting.tokens_per_step))
+    return {
+        "name": _run_name(model),
+        "nodes": setting.cluster.num_nodes,
+        "steps": steps,
+        "batch_size": setting.micro_batch,
+        "global_batch": batch,
+        "model": {"name": model, "seq_len": setting.model.seq_len},
+        # Nothing else to train on is known; mics data prepare makes such a folder.
+        "data": {"shards": [str(folder) for folder in data] or ["data"]},
+        "sharding": _sharding(setting),
+        "checkpoint": {"interval": _interval(found)},
+    }
+
+
+def _sharding(setting: Setting) -> dict[str, Any]:
+    kept = setting.activations
+    found: dict[str, Any] = {
+        "partition_size": setting.partition_size,
+        "optimizer_sharding": "world" if setting.over_replicas else "partition",
+        "activations": "offload" if kept.offload else "checkpoint" if kept.checkpoint else "keep",
+    }
+    short = _SHORT[formats_of(setting.cluster.gpu)[0]]
+    if setting.cluster.gpu:
+        found["param_dtype"] = short
+    if setting.wire_nbytes == 2:
+        found |= {"reduce_dtype": short, "replica_reduce_dtype": short}
+    if setting.model.parts > 1:
+        found["units"] = "parts"
+    if setting.prefetch is not None:
+        found["prefetch"] = setting.prefetch
+    return found
+
+
+def _interval(found: Answer) -> int:
+    """Steps between checkpoints: the best by the failures that were given."""
+    if found.goodput is None:
+        return _USUAL_INTERVAL
+    return max(1, round(found.goodput.interval / found.best.step_seconds))
+
+
+def _run_name(model: str) -> str:
+    """A folder name that reminds of the model."""
+    if model.endswith(".json"):
+        model = str(Path(model).parent)
+    found = Path(model).name.replace(":", "-")
+    return found if found not in ("", ".", "..") else "run"
+
+
+def _yaml(settings: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    import yaml  # of the extra that mics plan needs anyway
+
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from _yaml(value, indent + "  ")
+        else:
+            in_brackets = yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()
+            yield f"{indent}{key}: {in_brackets[1:-1]}"
