@@ -1,7 +1,9 @@
-"""Scalars in other places: TensorBoard's events are read back, Weights & Biases is played by a module."""
+"""Scalars elsewhere: TensorBoard reads its events back; Weights & Biases is a module of ours, and once itself."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -63,6 +65,8 @@ def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
             "perf/memory_gib": 400_000_000 / 2**30,
             "comm/intra_gb": 0.00459,
             "comm/inter_gb": 0.000765,
+            "comm/partition_gb": 0.00459,
+            "comm/replication_gb": 0.000765,
             "checkpoint/stall_s": 0.125,
         }
     )
@@ -140,6 +144,26 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, wandb: _Wandb) -> None:
     assert [step for step, values in logged if "train/loss" in values] == [1, 2, 3, 3, 4, 1]
     assert logged[0][1]["perf/tokens_per_s"] == 12345.6
     assert [what for what, _ in wandb.calls].count("finish") == 3
+
+
+_OFFLINE = """
+import sys
+from pathlib import Path
+from tests.train.test_loggers import _config, _train
+_train(_config(Path(sys.argv[1]), "wandb"), range(1, 4))
+"""
+
+
+@pytest.mark.full
+def test_wandb_itself_writes_a_run_without_a_network(tmp_path: Path) -> None:
+    """The real package, in its offline mode: what it wrote is read back with its own reader."""
+    pytest.importorskip("wandb")
+    environ = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    script = [sys.executable, "-c", _OFFLINE, str(tmp_path)]
+    subprocess.run(script, env=environ, check=True, timeout=120, cwd=Path(__file__).parents[2])
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    written = file.read_bytes()
+    assert b"train/loss" in written and b"perf/tokens_per_s" in written and b"comm/inter_gb" in written
 
 
 def test_wandb_without_an_account_says_what_to_do(tmp_path: Path, wandb: _Wandb) -> None:

@@ -170,6 +170,8 @@ class ReportSettings:
     profile: Annotated[int, tyro.conf.arg(aliases=["--profile"])] = 0
     """Optimizer steps to profile after the first two (mics.profile): a table, and a timeline and a trace in
     <output-dir>/<name>/profile; 0 for none."""
+    exposure_interval: int = 1000
+    """Steps between measurements of exposed communication, each over two steps; 0 for none."""
     interval: int = 5
     """Steps between measurements. Nothing synchronizes with the GPU between them."""
     eval_interval: int = 30
@@ -188,7 +190,7 @@ class ReportSettings:
     def __post_init__(self) -> None:
         for name in ("interval", "eval_batches"):
             _require(getattr(self, name) >= 1, f"report.{name}", "at least 1", getattr(self, name))
-        for name in ("profile", "eval_interval", "sample_tokens", "temperature"):
+        for name in ("profile", "exposure_interval", "eval_interval", "sample_tokens", "temperature"):
             _require(getattr(self, name) >= 0, f"report.{name}", "0 or more", getattr(self, name))
         _require(bool(self.prompt), "report.prompt", "at least one character", self.prompt)
 

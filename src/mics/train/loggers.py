@@ -28,6 +28,8 @@ _SCALARS: Final = {
     "memory_nbytes": ("perf/memory_gib", GIB),
     "intra_nbytes": ("comm/intra_gb", _GB),
     "inter_nbytes": ("comm/inter_gb", _GB),
+    "partition_nbytes": ("comm/partition_gb", _GB),
+    "replication_nbytes": ("comm/replication_gb", _GB),
     "exposed": ("comm/exposed", 1.0),
     "checkpoint_stall_seconds": ("checkpoint/stall_s", 1.0),
 }

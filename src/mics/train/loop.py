@@ -18,6 +18,7 @@ from mics.train.checkpoints import Checkpoints, Resumed
 from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing, decode, encode, load_text
 from mics.train.display import Display, RankConsole, Show
+from mics.train.exposure import Exposure
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
@@ -161,9 +162,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
         checkpoint_dir=config.checkpoint_dir if config.checkpoint.interval else None,
     )
     news = prefetch_news(run.model)
-    profile = None
-    if config.report.profile:
-        profile = mics.profile(run.model, steps=config.report.profile, folder=config.run_dir / "profile")
+    exposure = Exposure(run.model, config)
     with (
         history.recording(config, run.me, after_step=after),
         Display(console, board, show=_show(config, run.me)) as display,
@@ -176,6 +175,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
         for step in range(last + 1, config.steps + 1):
             if stop is not None and not stop.may_begin(step):
                 break
+            exposure.begin_step(step)
             grad_norm, learning_rate = _step(run, step, console)
             for line in next(news):
                 console.print(line, markup=False)
@@ -186,9 +186,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
                 board.validation = history.validations[-1]
             if step == 1 or step == config.steps or step % config.report.interval == 0:
                 measurement = run.meter.measure(step, grad_norm=grad_norm, learning_rate=learning_rate)
-                if profile is not None and profile.report is not None:
-                    times = profile.report.times
-                    measurement = replace(measurement, exposed=times.exposed / times.seconds)
+                measurement = replace(measurement, exposed=exposure.share)
                 history.add(measurement)
                 board.note(measurement)
                 display.update()
