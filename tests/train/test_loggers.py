@@ -1,4 +1,4 @@
-"""Scalars elsewhere: TensorBoard reads its events back; Weights & Biases is a module of ours, and once itself."""
+"""Scalars elsewhere: TensorBoard's events are read back; Weights & Biases is a stand-in, and once itself."""
 
 from __future__ import annotations
 
