@@ -30,12 +30,15 @@ def step_bytes(setting: Setting, *, param_nbytes: int) -> StepBytes:
     p, replicas = setting.partition_size, setting.num_replicas
     units = [unit for unit in setting.model.units if unit.numel]
     forward = sum(unit.numel for unit in units)
-    # The backward of a lookup needs no weights, and the last unit of a forward is the first of the backward.
-    again = [unit.numel for unit in units if unit.kind != "embedding"][:-1]
+    # The backward of a lookup needs no weights. What is used at a turn is unsharded once: the last unit of a
+    # forward, and between the micro-steps of a step the last unit of a backward.
+    backward = [unit.numel for unit in units if unit.kind != "embedding"]
+    gathered = setting.accumulation * (forward + sum(backward[:-1]))
+    gathered -= (setting.accumulation - 1) * sum(backward[:1])
     inside, between = (p - 1) / p, (replicas - 1) / replicas
     shard = forward / p
     return StepBytes(
-        gathers=setting.accumulation * inside * (forward + sum(again)) * param_nbytes,
+        gathers=inside * gathered * param_nbytes,
         hop_1=setting.accumulation * inside * forward * setting.wire_nbytes,
         hop_2=(1 if setting.over_replicas else 2) * between * shard * setting.wire_nbytes,
         refresh=between * shard * param_nbytes if setting.over_replicas else 0.0,
