@@ -47,6 +47,15 @@ def thin(names: str, rows: Sequence[Row], *, strength: int = 2, ids: Any = None)
     return pytest.mark.parametrize(names.split(", "), params, ids=ids)
 
 
-def parametrize(*, strength: int = 2, **levels: Sequence[Any]) -> pytest.MarkDecorator:
-    """As `thin`, for all combinations of the values that each argument can have."""
-    return thin(", ".join(levels), list(product(*levels.values())), strength=strength)
+def parametrize(
+    *, strength: int = 2, full_strength: int | None = None, **levels: Sequence[Any]
+) -> pytest.MarkDecorator:
+    """As `thin`, for all combinations of the values that each argument can have.
+
+    `full_strength`: where all would take minutes, `make test-all` too has only those in which all values of
+    so many arguments meet.
+    """
+    rows = list(product(*levels.values()))
+    if full_strength is not None:
+        rows = [rows[index] for index in cover(rows, strength=full_strength)]
+    return thin(", ".join(levels), rows, strength=strength)

@@ -128,6 +128,7 @@ def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None
 
 @pairwise.parametrize(
     strength=1,
+    full_strength=2,
     scenario=["micro-steps", "several forwards", "evaluation and failures", "frozen in front"],
     offload=[False, True],
     low_memory=[False, True],

@@ -50,3 +50,12 @@ def test_the_rest_is_marked() -> None:
     assert len(kept) == 6
     assert {values[0] for values in kept} == {1, 2, 3}
     assert all(param.marks in ((), (pytest.mark.full,)) for param in params)
+
+
+def test_full_strength_leaves_pairs_and_single_values() -> None:
+    """All pairs in `make test-all`, all values in `make test`."""
+    mark = pairwise.parametrize(strength=1, full_strength=2, a=[1, 2, 3], b=[4, 5], c=[6, 7]).mark
+    rows = [param.values for param in mark.args[1]]
+    assert len(rows) == 6 and {(a, b) for a, b, _ in rows} == {(a, b) for a in (1, 2, 3) for b in (4, 5)}
+    kept = [param.values for param in mark.args[1] if not param.marks]
+    assert len(kept) == 3 and {a for a, _, _ in kept} == {1, 2, 3} and {c for *_, c in kept} == {6, 7}

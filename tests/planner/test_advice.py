@@ -90,6 +90,8 @@ def _train_alone(num_ranks: int) -> dict[str, torch.Tensor]:
 
 
 @pairwise.parametrize(
+    strength=1,
+    full_strength=2,
     activations=list(_POLICIES),
     parts=[1, 3],
     partition_size=[1, 2, 4],
