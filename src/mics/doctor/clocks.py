@@ -31,7 +31,7 @@ def ask_clocks(meeting: Meeting, leaders: Mapping[str, int], seconds: float) -> 
     for number in range(_ROUNDS):
         stage = f"clock{number}"
         asked = time.time()
-        meeting.announce(stage, b"")
+        meeting.announce(stage, "")
         for node, rank in leaders.items():
             left = deadline - time.monotonic()
             data = meeting.collect(stage, [rank], left).get(rank) if left > 0 else None
@@ -47,4 +47,4 @@ def answer_clocks(meeting: Meeting, seconds: float) -> None:
     for number in range(_ROUNDS):
         stage = f"clock{number}"
         meeting.hear(stage, seconds)
-        meeting.tell(stage, json.dumps(time.time()).encode())
+        meeting.tell(stage, json.dumps(time.time()))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
 from mics.doctor.clocks import answer_clocks, ask_clocks
 from mics.doctor.compute import examine_device
@@ -226,10 +227,12 @@ class Examination:
 
     def compute(self) -> None:
         """Right numbers, and how fast."""
-        if self.me is not None and not (self.me.device.type == "cuda" and self.me.rank not in self.roles.able):
+        if self.me is not None and not (
+            self.me.device.type == "cuda" and self.me.rank not in self.roles.able
+        ):
             device = self.me.device
             found, error = boxed(lambda: examine_device(device), _LIMITS["compute"])
-            self.meeting.tell("compute", encode(found) if found is not None else b"!" + error.encode())
+            self.meeting.tell("compute", encode(found) if found is not None else f"!{error}")
         if self.is_first:
             self._collect_results()
         self.roles = self._hear("network")
@@ -258,7 +261,8 @@ class Examination:
         """Collectives and bandwidth, among those that can."""
         able, seconds = self.roles.able, self.roles.network_seconds
         if len(able) > 1 and self.meeting.rank in able and self.me is not None:
-            store = self.meeting.store.clone()  # a thread that hangs may hold it
+            # Of its own: a thread that hangs may hold it.
+            store: PrefixStore = self.meeting.store.clone()  # type: ignore[attr-defined]
             network = Network(me=self.me, nodes=self.roles.groups, store=store, seconds=seconds)
             found, error = boxed(network.measure, seconds + 1)
             found = found or NetworkResults(error=f"{network.stage}: {error}")

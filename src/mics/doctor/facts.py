@@ -209,10 +209,10 @@ class Stuck:
     error: str = ""
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any) -> str:
     """A record of this file, or a list of them, as JSON."""
     plain = [asdict(each) for each in value] if isinstance(value, list) else asdict(value)
-    return json.dumps(plain).encode()
+    return json.dumps(plain)
 
 
 def decode(kind: type[T], data: bytes) -> T:

@@ -5,6 +5,7 @@ Each node writes one file of its own and removes it. Folders that the doctor mad
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -52,10 +53,8 @@ class FolderProbe:
 
     def remove_file(self) -> None:
         """Call it once all have read."""
-        try:
+        with contextlib.suppress(OSError):  # a folder that cannot be written holds nothing of ours
             self._file(self.node).unlink(missing_ok=True)
-        except OSError:
-            pass  # a folder that cannot be written holds nothing of ours
 
     def remove_folders(self) -> None:
         """Call it once all have removed their files."""
@@ -69,9 +68,7 @@ class FolderProbe:
         return self.folder / f".mics-doctor-{self.token}-{node.replace('/', '-')}"
 
     def _make(self) -> None:
-        self._made = [
-            each for each in reversed([self.folder, *self.folder.parents]) if not each.exists()
-        ]
+        self._made = [each for each in reversed([self.folder, *self.folder.parents]) if not each.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _timed_write(self, limit: int) -> float:

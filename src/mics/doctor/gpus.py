@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from mics.doctor.facts import GpuFacts
@@ -18,9 +20,25 @@ def read_gpu(me: Rank) -> GpuFacts:
         free_nbytes=free,
         num_gpus=torch.cuda.device_count(),
         ranks_per_gpu=me.ranks_per_gpu,
-        driver_cuda=torch._C._cuda_getDriverVersion(),
-        runtime_cuda=torch._C._cuda_getCompiledVersion(),
+        driver_cuda=_driver_cuda(),
+        runtime_cuda=cuda_number(torch.version.cuda or "0.0"),
     )
+
+
+def cuda_number(version: str) -> int:
+    """``12.8`` as the driver counts: 12080."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return 1000 * major + 10 * minor
+
+
+def _driver_cuda() -> int:
+    """0 where the driver's library is not to be found."""
+    try:
+        found = ctypes.c_int(0)
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return 0
+    return found.value
 
 
 def nccl_version() -> str:

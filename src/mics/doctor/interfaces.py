@@ -99,7 +99,9 @@ def choose_for_gloo(
         if set(each.addresses) & set(own) and not each.loopback:
             return Choice(name=each.name, because="the host's name leads to it")
     loopback = next((each.name for each in interfaces if each.loopback), None)
-    why = "leads to it" if any(address.startswith("127.") for address in own) else "has no address of this host"
+    why = (
+        "leads to it" if any(address.startswith("127.") for address in own) else "has no address of this host"
+    )
     return Choice(name=loopback, because=f"the host's name {why}")
 
 
@@ -116,7 +118,7 @@ def _tried(choice: Choice) -> Choice:
 
 
 def choose_for_nccl(interfaces: Sequence[Interface], environ: Mapping[str, str]) -> Choice:
-    """By NCCL's rule: the variable's prefixes, else ib*, else neither docker nor loopback, else what is left."""
+    """By NCCL's rule: the variable's prefixes; else ib*, else neither docker nor loopback, else any."""
     usable = [each for each in interfaces if each.up and each.addresses]
     rule = environ.get("NCCL_SOCKET_IFNAME", "")
     if rule:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from mics.doctor.facts import decode
@@ -27,11 +28,11 @@ class NotJoinedError(MicsError):
 class Meeting:
     """This rank among the others. Rank 0 collects and announces, the others tell and hear."""
 
-    store: dist.Store
+    store: PrefixStore
     rank: int
     num_ranks: int
 
-    def tell(self, stage: str, value: bytes) -> None:
+    def tell(self, stage: str, value: str) -> None:
         self.store.set(f"{stage}/{self.rank}", value)
 
     def collect(self, stage: str, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
@@ -49,7 +50,7 @@ class Meeting:
     def collect_as(self, kind: type[T], stage: str, ranks: Iterable[int], seconds: float) -> dict[int, T]:
         return {rank: decode(kind, data) for rank, data in self.collect(stage, ranks, seconds).items()}
 
-    def announce(self, stage: str, value: bytes) -> None:
+    def announce(self, stage: str, value: str) -> None:
         self.store.set(f"announced/{stage}", value)
 
     def hear(self, stage: str, seconds: float) -> bytes:
@@ -57,7 +58,8 @@ class Meeting:
         key = f"announced/{stage}"
         try:
             self.store.wait([key], timedelta(seconds=seconds))
-            return self.store.get(key)
+            value: bytes = self.store.get(key)
+            return value
         except dist.DistError as error:
             raise NotJoinedError(
                 f"rank {self.rank}: expected rank 0 to announce {stage!r} within {seconds:.0f} s, found "
@@ -79,7 +81,7 @@ def join(environ: Mapping[str, str], timeout: float) -> Meeting:
     host, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
     by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             port,
             num_ranks,
@@ -96,6 +98,4 @@ def join(environ: Mapping[str, str], timeout: float) -> Meeting:
         ) from None
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = environ.get("TORCHELASTIC_RUN_ID", "")
-    return Meeting(
-        store=PrefixStore(f"mics-doctor-{name}-{attempt}", store), rank=rank, num_ranks=num_ranks
-    )
+    return Meeting(store=PrefixStore(f"mics-doctor-{name}-{attempt}", store), rank=rank, num_ranks=num_ranks)

@@ -103,9 +103,7 @@ class Survey:
         known = self.nodes
         return self.where(rank for node in nodes for rank in known[node])
 
-    def outliers(
-        self, value_of: Callable[[RankFacts], T | None]
-    ) -> tuple[T | None, dict[T, list[int]]]:
+    def outliers(self, value_of: Callable[[RankFacts], T | None]) -> tuple[T | None, dict[T, list[int]]]:
         """What most ranks have, and who has something else. Ranks without a value are left out."""
         found: dict[T, list[int]] = {}
         for rank in sorted(self.ranks):

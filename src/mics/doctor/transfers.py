@@ -12,11 +12,11 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class Network:
     me: Rank
     nodes: Sequence[Sequence[int]]
     """Ranks of each node that take part."""
-    store: dist.Store
+    store: PrefixStore
     seconds: float
     group: dist.ProcessGroup | None = None
     stage: str = "start"
@@ -138,7 +138,9 @@ class Network:
         else:
             self._ring(_PROBE_NBYTES, probes)
         rates = torch.zeros(len(self.members), dtype=torch.float64)
-        rates[self.members.index(self.me.rank)] = max((each.nbytes / each.seconds for each in probes), default=0)
+        rates[self.members.index(self.me.rank)] = max(
+            (each.nbytes / each.seconds for each in probes), default=0
+        )
         dist.all_reduce(rates)
         nbytes = payload_nbytes(rates.tolist())
         for pairs in rounds:
@@ -176,7 +178,7 @@ class Network:
         self._one(dist.irecv, word, target)
         return time.perf_counter() - began
 
-    def _one(self, kind: object, tensor: torch.Tensor, peer: int) -> None:
+    def _one(self, kind: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
         self._all([dist.P2POp(kind, tensor, self.members.index(peer), group=self.group)])
 
     def _all(self, operations: list[dist.P2POp]) -> None:

@@ -91,8 +91,11 @@ def nccl_and_driver(survey: Survey) -> list[Finding]:
         gpu, nccl = facts.gpu, facts.versions.get("NCCL", "")
         if gpu is not None and gpu.driver_cuda and gpu.driver_cuda < gpu.runtime_cuda:
             make = fail if gpu.driver_cuda // 1000 < gpu.runtime_cuda // 1000 else warn
-            what = f"expected a driver for CUDA {_cuda(gpu.runtime_cuda)}, which torch was built with, found one for {_cuda(gpu.driver_cuda)}"
-            found.append(make("driver", what, where=where, way_out="update the NVIDIA driver, or take an older torch"))
+            built = f"CUDA {_cuda(gpu.runtime_cuda)}, which torch was built with"
+            what = f"expected a driver for {built}, found one for {_cuda(gpu.driver_cuda)}"
+            found.append(
+                make("driver", what, where=where, way_out="update the NVIDIA driver, or take an older torch")
+            )
         if nccl in _BAD_NCCL:
             what = f"NCCL {nccl}: {_BAD_NCCL[nccl]}"
             found.append(warn("driver", what, where=where, way_out="install another nvidia-nccl package"))
@@ -123,12 +126,16 @@ def compute_results(survey: Survey) -> list[Finding]:
         found += _odd_digests(survey, kind, ranks)
     if found or not survey.computed:
         return found
-    return [ok("results", f"{plural(len(survey.computed), 'device')} computed a known product without an error")]
+    return [
+        ok("results", f"{plural(len(survey.computed), 'device')} computed a known product without an error")
+    ]
 
 
 def _wrong(facts: ComputeFacts) -> str:
     if facts.nonfinite:
-        return f"expected whole numbers from a product, found {plural(facts.nonfinite, 'value')} NaN or infinite"
+        return (
+            f"expected whole numbers from a product, found {plural(facts.nonfinite, 'value')} NaN or infinite"
+        )
     if facts.wrong_rows:
         return f"expected a known product, found {plural(facts.wrong_rows, 'wrong row')}"
     if facts.unstable:
@@ -168,15 +175,20 @@ def compute_speed(survey: Survey) -> list[Finding]:
         found.append(
             make(
                 "matmul speed",
-                f"{tflops(worst / 1e12)} TFLOP/s, {percent(worst / usual)} of the median {tflops(usual / 1e12)}",
+                f"{tflops(worst / 1e12)} TFLOP/s, {percent(worst / usual)} of the median "
+                f"{tflops(usual / 1e12)}",
                 where=survey.where(slow),
                 way_out=_way_out(survey.on_gpu, survey.host_of(node)),
             )
         )
-    return found or [ok("matmul speed", f"{tflops(min(rates.values()) / 1e12)} TFLOP/s or more on each device")]
+    return found or [
+        ok("matmul speed", f"{tflops(min(rates.values()) / 1e12)} TFLOP/s or more on each device")
+    ]
 
 
 def _way_out(on_gpu: bool, host: str) -> str:
     if on_gpu:
-        return f"look at nvidia-smi -q -d PERFORMANCE,CLOCK,POWER on {host}: heat, a power cap or locked clocks"
+        return (
+            f"look at nvidia-smi -q -d PERFORMANCE,CLOCK,POWER on {host}: heat, a power cap or locked clocks"
+        )
     return f"see what else runs on {host} (top), and whether ranks share cores"

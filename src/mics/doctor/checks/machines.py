@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Final
 
 from mics.doctor.facts import RankFacts
@@ -58,7 +59,7 @@ def versions(survey: Survey) -> list[Finding]:
     names = list(dict.fromkeys(name for facts in survey.ranks.values() for name in facts.versions))
     shown = []
     for name in names:
-        usual, others = survey.outliers(lambda facts, name=name: facts.versions.get(name, "none"))
+        usual, others = survey.outliers(partial(_version, name))
         if not others and usual not in ("not installed", "none"):
             shown.append(f"{name} {usual}")
         make = fail if name in _MUST_AGREE else warn
@@ -74,6 +75,10 @@ def versions(survey: Survey) -> list[Finding]:
                 )
             )
     return found or [ok("versions", "the same everywhere: " + ", ".join(shown))]
+
+
+def _version(name: str, facts: RankFacts) -> str:
+    return facts.versions.get(name, "none")
 
 
 def clocks(survey: Survey) -> list[Finding]:
@@ -120,7 +125,12 @@ def start(survey: Survey) -> list[Finding]:
                 way_out="keep the Python environment on a local disk, not on a network file system",
             )
         ]
-    return [ok("start", f"ranks joined {seconds(usual)} after their start, the last after {seconds(max(times.values()))}")]
+    return [
+        ok(
+            "start",
+            f"ranks joined {seconds(usual)} after their start, the last after {seconds(max(times.values()))}",
+        )
+    ]
 
 
 def ranks_per_node(survey: Survey) -> list[Finding]:
@@ -152,7 +162,8 @@ def restarts(survey: Survey) -> list[Finding]:
         return [
             warn(
                 "restarts",
-                f"--max-restarts: expected {usual} as on the others, found {listed([str(n) for n in others])}",
+                f"--max-restarts: expected {usual} as on the others, found "
+                f"{listed([str(number) for number in others])}",
                 where=survey.where(rank for ranks in others.values() for rank in ranks),
                 way_out="give torchrun the same number on every host",
             )
@@ -178,7 +189,9 @@ def cores(survey: Survey) -> list[Finding]:
             found.append((node, wanted, facts.machine.cpus))
     if not found:
         fewest = min((f.machine.cpus for f in survey.leaders.values()), default=0)
-        return [ok("cores", f"{plural(fewest, 'core')} or more on each node, enough for the threads of its ranks")]
+        return [
+            ok("cores", f"{plural(fewest, 'core')} or more on each node, enough for the threads of its ranks")
+        ]
     _, wanted, cpus = found[0]
     share = max(1, cpus // max(len(survey.nodes[found[0][0]]), 1))
     return [
@@ -254,11 +267,15 @@ def limits(survey: Survey) -> list[Finding]:
                 "limits",
                 f"ulimit -l: expected unlimited, since the adapter registers memory, found {memory(least)}",
                 where=survey.where(locked),
-                way_out="set memlock to unlimited (/etc/security/limits.conf; docker run --ulimit memlock=-1; "
-                "LimitMEMLOCK=infinity for slurmd)",
+                way_out="set memlock to unlimited (/etc/security/limits.conf; docker run --ulimit "
+                "memlock=-1; LimitMEMLOCK=infinity for slurmd)",
             )
         )
-    few = [r for r, f in survey.ranks.items() if f.machine.open_files is not None and f.machine.open_files < _OPEN_FILES]
+    few = [
+        r
+        for r, f in survey.ranks.items()
+        if f.machine.open_files is not None and f.machine.open_files < _OPEN_FILES
+    ]
     if few:
         least = min(survey.ranks[rank].machine.open_files or 0 for rank in few)
         found.append(

@@ -59,9 +59,7 @@ def _judge_choice(
         what = f"{library} takes {chosen.name} ({choice.because}), which joins containers of one host"
         return [warn("interface", what, where=where, way_out=better)]
     if best and chosen.speed_mbit and best.speed_mbit and best.speed_mbit > chosen.speed_mbit:
-        what = (
-            f"{library} takes {chosen.name} with {_speed(chosen)}, though {best.name} has {_speed(best)}"
-        )
+        what = f"{library} takes {chosen.name} with {_speed(chosen)}, though {best.name} has {_speed(best)}"
         return [warn("interface", what, where=where, way_out=better)]
     return []
 
@@ -89,11 +87,11 @@ def adapters(survey: Survey) -> list[Finding]:
             where = survey.on_nodes([node])
             found += [warn("adapters", what, where=where, way_out=way) for what, way in _unused(facts)]
             found += _by_nccl(survey, node, where)
-    for kind, nodes in kinds.items():
+    for name, nodes in kinds.items():
         without = [node for node in survey.nodes if node not in nodes]
         if without:
             way_out = "start all nodes with the same network options, in one placement group"
-            what = f"expected {_name(kind)} as on the other nodes, found none"
+            what = f"expected {_name(name)} as on the other nodes, found none"
             found.append(fail("adapters", what, where=survey.on_nodes(without), way_out=way_out))
     if found or not kinds:
         return found
@@ -142,7 +140,14 @@ def _by_nccl(survey: Survey, node: str, where: str) -> list[Finding]:
     if facts.gpu is None or facts.gpu.ranks_per_gpu > 1 or "Socket" not in said:
         return []
     way_out = "run with NCCL_DEBUG=INFO, and see why it passes the adapter over"
-    return [warn("adapters", "NCCL sends through TCP sockets, not through the adapter", where=where, way_out=way_out)]
+    return [
+        warn(
+            "adapters",
+            "NCCL sends through TCP sockets, not through the adapter",
+            where=where,
+            way_out=way_out,
+        )
+    ]
 
 
 def collectives(survey: Survey) -> list[Finding]:
@@ -156,7 +161,9 @@ def collectives(survey: Survey) -> list[Finding]:
     if found or not survey.networks:
         return found
     backend = "gloo and NCCL" if survey.on_gpu else "gloo"
-    return [ok("collectives", f"an all-reduce of {plural(len(survey.networks), 'rank')} over {backend} is right")]
+    return [
+        ok("collectives", f"an all-reduce of {plural(len(survey.networks), 'rank')} over {backend} is right")
+    ]
 
 
 def node_rates(survey: Survey) -> dict[tuple[str, str], float]:
@@ -182,7 +189,12 @@ def bandwidth(survey: Survey) -> list[Finding]:
     if found or not between:
         return found
     usual = statistics.median(between.values())
-    return [ok("bandwidth", f"{volume(usual)}/s between two nodes (median), {volume(min(between.values()))}/s at least")]
+    return [
+        ok(
+            "bandwidth",
+            f"{volume(usual)}/s between two nodes (median), {volume(min(between.values()))}/s at least",
+        )
+    ]
 
 
 def _best_of(rates: dict[tuple[str, str], float], end: int) -> dict[str, float]:
@@ -221,19 +233,20 @@ def pairs(survey: Survey) -> list[Finding]:
         possible = min(sends[source], receives[target]) if len(sends) > 2 else back
         if rate < _ONE_WAY * possible:
             ends = f"{survey.host_of(source)} to {survey.host_of(target)}"
+            elsewhere = f", both elsewhere {volume(possible)}/s or more" if len(sends) > 2 else ""
             found.append(
                 warn(
                     "pairs",
-                    f"{ends}: {volume(rate)}/s, the other way {volume(back)}/s, each elsewhere {volume(possible)}/s"
-                    if len(sends) > 2
-                    else f"{ends}: {volume(rate)}/s, the other way {volume(back)}/s",
+                    f"{ends}: {volume(rate)}/s, the other way {volume(back)}/s{elsewhere}",
                     where=survey.on_nodes([source, target]),
                     way_out="check duplex, routes and firewall between these two (ethtool, ip route, iperf3)",
                 )
             )
     if found or len(rates) < 2:
         return found
-    return [ok("pairs", f"{len(rates) // 2} of {_num_pairs(len(sends))} pairs of nodes tried, alike both ways")]
+    return [
+        ok("pairs", f"{len(rates) // 2} of {_num_pairs(len(sends))} pairs of nodes tried, alike both ways")
+    ]
 
 
 def _num_pairs(num_nodes: int) -> int:

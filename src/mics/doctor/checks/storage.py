@@ -19,8 +19,12 @@ def folder(survey: Survey) -> list[Finding]:
     for node, facts in survey.folders.items():
         where = survey.on_nodes([node])
         if facts.error:
-            way_out = "give this user the right to write there, mount it read-write, or take another output_dir"
-            found.append(fail("checkpoints", f"cannot write to {path}: {facts.error}", where=where, way_out=way_out))
+            way_out = (
+                "give this user the right to write there, mount it read-write, or take another output_dir"
+            )
+            found.append(
+                fail("checkpoints", f"cannot write to {path}: {facts.error}", where=where, way_out=way_out)
+            )
         elif not facts.sees_first and not _first_failed(survey):
             way_out = "mount one file system (NFS, Lustre, FSx) there, or name such a one as output_dir"
             what = f"{path}: expected the file that rank 0 wrote, found none: the folder is not shared"
