@@ -29,7 +29,7 @@ _EXACT_SIZES: Final = {"cpu": 256, "cuda": 2048}
 def examine_device(device: torch.device) -> ComputeFacts:
     """About two seconds of work."""
     product, wrong = _exact_product(device)
-    digests = {_float_digest(device) for _ in range(3)}
+    digests = _float_digests(device)
     rate, stable = _matmul_rate(device)
     return ComputeFacts(
         kind=_kind(device),
@@ -60,13 +60,18 @@ def _exact_product(device: torch.device) -> tuple[torch.Tensor, int]:
     return product, wrong_rows(left, right, product)
 
 
-def _float_digest(device: torch.device) -> str:
+def _float_digests(device: torch.device) -> set[str]:
+    """Of the same computation, three times."""
     generator = torch.Generator().manual_seed(2)
     size = _EXACT_SIZES[device.type]
-    hidden, weight = (torch.randn(size, size, generator=generator) / size**0.5 for _ in range(2))
-    hidden, weight = hidden.to(device, _dtype(device)), weight.to(device, _dtype(device))
+    first, weight = (torch.randn(size, size, generator=generator) / size**0.5 for _ in range(2))
+    first, weight = first.to(device, _dtype(device)), weight.to(device, _dtype(device))
+    return {_float_digest(first, weight) for _ in range(3)}
+
+
+def _float_digest(hidden: torch.Tensor, weight: torch.Tensor) -> str:
     for _ in range(4):
-        hidden = F.gelu(F.layer_norm(hidden @ weight, (size,)))
+        hidden = F.gelu(F.layer_norm(hidden @ weight, (weight.shape[0],)))
     found = torch.softmax(hidden.float(), dim=-1).cpu().contiguous()
     return hashlib.sha256(found.numpy().tobytes()).hexdigest()[:16]
 
@@ -74,8 +79,7 @@ def _float_digest(device: torch.device) -> str:
 def _matmul_rate(device: torch.device) -> tuple[float, bool]:
     """Flops per second, and whether all products were equal."""
     size = _SIZES[device.type]
-    generator = torch.Generator().manual_seed(3)
-    left, right = (torch.randn(size, size, generator=generator).to(device, _dtype(device)) for _ in range(2))
+    left, right = (torch.randn(size, size, device=device, dtype=_dtype(device)) for _ in range(2))
     first = left @ right
     out = torch.empty_like(first)
     seconds: list[float] = []

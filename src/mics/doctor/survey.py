@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,7 +54,7 @@ class Survey:
     hellos: Mapping[int, Place] = field(default_factory=dict)
     """Who came at all, also those that said no more than that."""
 
-    @property
+    @cached_property
     def nodes(self) -> dict[str, list[int]]:
         """The ranks of each node, in the order of their first rank."""
         found: dict[str, list[int]] = {}
@@ -66,7 +67,7 @@ class Survey:
         """Their names, one for each node."""
         return [self.host_of(node) for node in self.nodes]
 
-    @property
+    @cached_property
     def leaders(self) -> dict[str, RankFacts]:
         """By node: the facts of its first rank, which stand for the host."""
         return {node: self.ranks[ranks[0]] for node, ranks in self.nodes.items()}

@@ -87,9 +87,8 @@ def clocks(survey: Survey) -> list[Finding]:
     if len(survey.clocks) < 2:
         return found
     ahead = {node: clock.seconds for node, clock in survey.clocks.items()}
-    # Rank 0's own clock may be the wrong one: most nodes are right.
-    middle = statistics.median_low(sorted(ahead.values(), key=abs))
-    middle = statistics.median_low(list(ahead.values())) if len(ahead) > 2 else middle
+    # Rank 0's own clock may be the wrong one: of three or more, most are right.
+    middle = statistics.median_low(list(ahead.values())) if len(ahead) > 2 else 0.0
     for node, offset in ahead.items():
         off = offset - middle
         if abs(off) <= _CLOCK_WARN_SECONDS:
