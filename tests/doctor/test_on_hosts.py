@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ def name() -> Iterator[str]:
     name = f"doctor-test{os.getpid()}"
     yield name
     assert remove_namespaces(name) == []
+
+
+def _without_gpus() -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _findings(out: str, level: str) -> dict[str, list[dict[str, Any]]]:
@@ -86,6 +92,43 @@ def test_five_faults_are_named_with_their_hosts(name: str, tmp_path: Path) -> No
     assert set(failures) == {"bandwidth", "interface", "clocks", "versions", "checkpoints"}
     assert json.loads(told.out)["seconds"] < 60
     assert list(checkpoints.iterdir()) == [], "the doctor leaves nothing behind"
+
+
+def test_without_a_launcher_it_starts_its_own_ranks(tmp_path: Path) -> None:
+    """The exit code is the doctor's, and torchrun adds no traceback to the report."""
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "mics.cli", "doctor", "--checkpoint-dir", str(tmp_path / "file" / "x")]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=_without_gpus(), check=False
+    )
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.match(r"fail checkpoints .*Not a directory; give this user", lines[0])
+    assert lines[-1].startswith("no-go: 1 failure, ")
+    assert any(line.startswith("ok   ranks            2 ranks on 1 node joined") for line in lines)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_gpus(tmp_path: Path) -> None:
+    """Over NCCL, on two GPUs or on one that they share: the product is right, and collectives work."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "mics.cli", "doctor", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    good = _findings(done.stdout, "ok")
+    assert "over gloo and NCCL is right" in good["collectives"][0]["what"]
+    assert good["results"] and good["GPU memory"] and good["versions"]
+    found = json.loads(done.stdout)
+    assert {facts["versions"]["NCCL"] for facts in found["ranks"].values()} != {""}
+    assert all(each["rate"] > 1e13 for each in found["computed"].values())
+    assert len(found["transfers"]) == 2, "around the node"
 
 
 def test_healthy_hosts_are_a_go(name: str, tmp_path: Path) -> None:

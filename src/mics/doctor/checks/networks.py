@@ -161,9 +161,10 @@ def collectives(survey: Survey) -> list[Finding]:
     if found or not survey.networks:
         return found
     backend = "gloo and NCCL" if survey.on_gpu else "gloo"
-    return [
-        ok("collectives", f"an all-reduce of {plural(len(survey.networks), 'rank')} over {backend} is right")
-    ]
+    who = plural(len(survey.networks), "rank")
+    if len(survey.networks) < survey.num_ranks:
+        who = f"{who} of {survey.num_ranks}"
+    return [ok("collectives", f"an all-reduce of {who} over {backend} is right")]
 
 
 def node_rates(survey: Survey) -> dict[tuple[str, str], float]:
@@ -244,9 +245,8 @@ def pairs(survey: Survey) -> list[Finding]:
             )
     if found or len(rates) < 2:
         return found
-    return [
-        ok("pairs", f"{len(rates) // 2} of {_num_pairs(len(sends))} pairs of nodes tried, alike both ways")
-    ]
+    tried = f"{len(rates) // 2} of {_num_pairs(len(survey.nodes))} pairs of nodes tried"
+    return [ok("pairs", f"{tried}, none slower than its two ends")]
 
 
 def _num_pairs(num_nodes: int) -> int:
