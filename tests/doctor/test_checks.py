@@ -28,7 +28,7 @@ from mics.doctor.checks.storage import folder, folder_space, folder_speed
 from mics.doctor.checks.who import answers
 from mics.doctor.facts import (
     Adapter,
-    Choice,
+    InterfaceChoice,
     ClockFacts,
     ComputeFacts,
     FolderFacts,
@@ -84,8 +84,8 @@ def _rank(rank: int, ranks_per_node: int) -> RankFacts:
         ),
         network=NetworkFacts(
             interfaces=[_LO, _ETH, _SLOW],
-            gloo=Choice(name="eth0", because="GLOO_SOCKET_IFNAME=eth0"),
-            nccl=Choice(name="eth0", because="NCCL takes the first that fits"),
+            gloo=InterfaceChoice(name="eth0", because="GLOO_SOCKET_IFNAME=eth0"),
+            nccl=InterfaceChoice(name="eth0", because="NCCL takes the first that fits"),
         ),
         gpu=GpuFacts(
             name="A100",
@@ -189,7 +189,7 @@ def _cases() -> list[Any]:
     efa = replace(good.ranks[0].network, adapters=[_EFA], ofi_plugin="libnccl-net.so")
     with_efa = replace(good, ranks={r: replace(f, network=efa) for r, f in good.ranks.items()})
     other_torch = {**good.ranks[5].versions, "torch": "2.12.0"}
-    no_such = Choice(name=None, because="GLOO_SOCKET_IFNAME=ens5")
+    no_such = InterfaceChoice(name=None, because="GLOO_SOCKET_IFNAME=ens5")
     return [
         (settings, _with(good, 3, settings_error="--config x"), "fail", "h1 (rank 3)", "--config x"),
         (settings, _with(good, 3, settings_digest="other"), "fail", "h1 (rank 3)", "different"),
@@ -232,17 +232,23 @@ def _cases() -> list[Any]:
         (nccl_and_driver, _on_node(good, 1, _gpu(driver_cuda=11080)), "fail", "h1", "found one for 11.8"),
         (nccl_and_driver, _on_node(good, 1, _gpu(driver_cuda=12020)), "warn", "h1", "found one for 12.2"),
         (interfaces, _on_node(good, 1, _network(gloo=no_such)), "fail", "h1", "(lo, eth0, eth1), found no"),
-        (interfaces, _on_node(good, 1, _network(nccl=Choice(name="lo"))), "fail", "h1", "no other host"),
         (
             interfaces,
-            _on_node(good, 1, _network(nccl=Choice(name="eth1"))),
+            _on_node(good, 1, _network(nccl=InterfaceChoice(name="lo"))),
+            "fail",
+            "h1",
+            "no other host",
+        ),
+        (
+            interfaces,
+            _on_node(good, 1, _network(nccl=InterfaceChoice(name="eth1"))),
             "warn",
             "h1",
             "eth0 has 100 Gbit",
         ),
         (
             interfaces,
-            _on_node(good, 1, _network(gloo=Choice(name="eth0", error="cannot bind"))),
+            _on_node(good, 1, _network(gloo=InterfaceChoice(name="eth0", error="cannot bind"))),
             "fail",
             "h1",
             "cannot bind",
@@ -368,7 +374,7 @@ def test_nodes_on_one_host_may_meet_on_its_loopback() -> None:
         rank: replace(
             facts,
             place=replace(facts.place, host="h0", stack="h0"),
-            network=replace(facts.network, gloo=Choice(name="lo"), nccl=Choice(name="lo")),
+            network=replace(facts.network, gloo=InterfaceChoice(name="lo"), nccl=InterfaceChoice(name="lo")),
         )
         for rank, facts in good.ranks.items()
     }

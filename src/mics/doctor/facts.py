@@ -62,7 +62,7 @@ class Interface:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class InterfaceChoice:
     """The interface that gloo or NCCL takes."""
 
     name: str | None = None
@@ -87,8 +87,8 @@ class NetworkFacts:
     """What this host could send through, and what it will."""
 
     interfaces: list[Interface] = field(default_factory=list)
-    gloo: Choice = field(default_factory=Choice)
-    nccl: Choice | None = None
+    gloo: InterfaceChoice = field(default_factory=InterfaceChoice)
+    nccl: InterfaceChoice | None = None
     """None: the run has no GPUs."""
     adapters: list[Adapter] = field(default_factory=list)
     verbs_open: bool = True

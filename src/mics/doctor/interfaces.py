@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import torch.distributed as dist
 
-from mics.doctor.facts import Adapter, Choice, Interface, NetworkFacts
+from mics.doctor.facts import Adapter, InterfaceChoice, Interface, NetworkFacts
 
 _NET: Final = Path("/sys/class/net")
 _RDMA: Final = Path("/sys/class/infiniband")
@@ -89,23 +89,23 @@ def own_addresses() -> list[str]:
 
 def choose_for_gloo(
     interfaces: Sequence[Interface], environ: Mapping[str, str], own: Sequence[str]
-) -> Choice:
+) -> InterfaceChoice:
     """By the variable, else the interface that this host's name leads to, else the loopback."""
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named:
         there = any(each.name == named for each in interfaces)
-        return Choice(name=named if there else None, because=f"GLOO_SOCKET_IFNAME={named}")
+        return InterfaceChoice(name=named if there else None, because=f"GLOO_SOCKET_IFNAME={named}")
     for each in interfaces:
         if set(each.addresses) & set(own) and not each.loopback:
-            return Choice(name=each.name, because="the host's name leads to it")
+            return InterfaceChoice(name=each.name, because="the host's name leads to it")
     loopback = next((each.name for each in interfaces if each.loopback), None)
     why = (
         "leads to it" if any(address.startswith("127.") for address in own) else "has no address of this host"
     )
-    return Choice(name=loopback, because=f"the host's name {why}")
+    return InterfaceChoice(name=loopback, because=f"the host's name {why}")
 
 
-def _tried(choice: Choice) -> Choice:
+def _tried(choice: InterfaceChoice) -> InterfaceChoice:
     """What gloo itself says to it."""
     try:
         if choice.because.startswith("GLOO_SOCKET_IFNAME="):
@@ -113,17 +113,17 @@ def _tried(choice: Choice) -> Choice:
         else:
             dist.ProcessGroupGloo.create_default_device()
     except RuntimeError as error:
-        return Choice(name=choice.name, because=choice.because, error=str(error).partition("\n")[0])
+        return InterfaceChoice(name=choice.name, because=choice.because, error=str(error).partition("\n")[0])
     return choice
 
 
-def choose_for_nccl(interfaces: Sequence[Interface], environ: Mapping[str, str]) -> Choice:
+def choose_for_nccl(interfaces: Sequence[Interface], environ: Mapping[str, str]) -> InterfaceChoice:
     """By NCCL's rule: the variable's prefixes; else ib*, else neither docker nor loopback, else any."""
     usable = [each for each in interfaces if each.up and each.addresses]
     rule = environ.get("NCCL_SOCKET_IFNAME", "")
     if rule:
         found = [each for each in usable if _matches(each.name, rule)]
-        return Choice(name=found[0].name if found else None, because=f"NCCL_SOCKET_IFNAME={rule}")
+        return InterfaceChoice(name=found[0].name if found else None, because=f"NCCL_SOCKET_IFNAME={rule}")
     groups = (
         [each for each in usable if each.name.startswith("ib")],
         [each for each in usable if not each.loopback and not each.name.startswith("docker")],
@@ -131,7 +131,7 @@ def choose_for_nccl(interfaces: Sequence[Interface], environ: Mapping[str, str])
         usable,
     )
     first = next((group[0].name for group in groups if group), None)
-    return Choice(name=first, because="NCCL takes the first that fits")
+    return InterfaceChoice(name=first, because="NCCL takes the first that fits")
 
 
 def _matches(name: str, rule: str) -> bool:

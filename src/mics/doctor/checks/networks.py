@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import permutations
 
 from mics.doctor.checks.devices import SLOW, VERY_SLOW
-from mics.doctor.facts import Choice, Interface, RankFacts
+from mics.doctor.facts import InterfaceChoice, Interface, RankFacts
 from mics.doctor.findings import Finding, fail, ok, warn
 from mics.doctor.interfaces import VIRTUAL
 from mics.doctor.survey import Survey
@@ -34,7 +34,7 @@ def interfaces(survey: Survey) -> list[Finding]:
 
 
 def _judge_choice(
-    library: str, choice: Choice, there: list[Interface], where: str, *, several: bool
+    library: str, choice: InterfaceChoice, there: list[Interface], where: str, *, several: bool
 ) -> list[Finding]:
     variable = f"{library.upper()}_SOCKET_IFNAME"
     best = _best(there)
