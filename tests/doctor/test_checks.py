@@ -28,12 +28,12 @@ from mics.doctor.checks.storage import folder, folder_space, folder_speed
 from mics.doctor.checks.who import answers
 from mics.doctor.facts import (
     Adapter,
-    InterfaceChoice,
     ClockFacts,
     ComputeFacts,
     FolderFacts,
     GpuFacts,
     Interface,
+    InterfaceChoice,
     MachineFacts,
     NetworkFacts,
     NetworkResults,

@@ -19,7 +19,7 @@ from mics.utils.progress import long_work
 if TYPE_CHECKING:
     from mics.doctor.examination import Examination
 
-_STAGES: Final = ("introduce", "compare_clocks", "try_folder", "compute", "send")
+_STAGES: Final = ("introduce", "compare_clocks", "visit", "try_folder", "compute", "send")
 
 
 @dataclass(frozen=True, kw_only=True)

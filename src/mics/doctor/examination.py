@@ -20,10 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from mics.doctor.clocks import answer_clocks, ask_clocks
 from mics.doctor.compute import examine_device
+from mics.doctor.doors import cut_off, knock_at_all, open_door, to_knock_at
 from mics.doctor.facts import (
     ClockFacts,
     ComputeFacts,
     FolderFacts,
+    Knocks,
     NetworkResults,
     Place,
     RankFacts,
@@ -44,7 +46,7 @@ from mics.train.ranks import Rank, read_rank
 
 T = TypeVar("T")
 _WHOLE_SECONDS: Final = 55.0
-_LIMITS: Final = {"facts": 15.0, "clocks": 3.0, "folder": 8.0, "compute": 12.0, "network": 20.0}
+_LIMITS: Final = {"facts": 15.0, "clocks": 3.0, "folder": 8.0, "compute": 12.0, "network": 35.0}
 _MARGIN_SECONDS: Final = 2.0
 
 
@@ -72,6 +74,8 @@ class Roles:
     """Ranks of each node that can join a process group."""
     nodes: list[str] = field(default_factory=list)
     """Of the leaders, in the same order."""
+    doors: list[str] = field(default_factory=list)
+    """Of the same nodes."""
     token: str = ""
     network_seconds: float = 0.0
 
@@ -126,11 +130,14 @@ def state_facts(place: Place, settings: RunSettings) -> tuple[RankFacts, Rank | 
         gpu, gpu_error = boxed(lambda: read_gpu(rank), _LIMITS["facts"] - _MARGIN_SECONDS)
         versions["NCCL"] = nccl_version()
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    network = read_network(os.environ, on_gpu=gpu is not None)
+    if place.local_rank == 0:
+        network = replace(network, door=open_door(network))
     facts = RankFacts(
         place=place,
         versions=versions,
         machine=read_machine(os.environ),
-        network=read_network(os.environ, on_gpu=gpu is not None),
+        network=network,
         gpu=gpu,
         max_restarts=None if restarts is None else int(restarts),
         settings_error=settings.error,
@@ -184,6 +191,7 @@ class Examination:
                 leaders=leaders,
                 groups=able_nodes(self.survey.nodes, able_ranks(self.survey)),
                 nodes=list(self.survey.nodes),
+                doors=[facts.network.door for facts in self.survey.leaders.values()],
                 token=secrets.token_hex(4),
             )
             self.meeting.announce("roles", encode(roles))
@@ -197,6 +205,15 @@ class Examination:
             self.survey = replace(self.survey, clocks={self.roles.nodes[0]: ClockFacts(), **clocks})
         elif self._leads:
             answer_clocks(self.meeting, self.timeout + _WHOLE_SECONDS)
+
+    def visit(self) -> None:
+        """Each node knocks at others' doors."""
+        if not self._leads:
+            return
+        nodes, doors = self.roles.nodes, dict(zip(self.roles.nodes, self.roles.doors, strict=True))
+        wanted = to_knock_at(nodes[self.roles.leaders.index(self.meeting.rank)], nodes)
+        closed = knock_at_all({node: doors[node] for node in wanted if doors[node]})
+        self.meeting.tell("doors", encode(Knocks(closed=closed)))
 
     def try_folder(self) -> None:
         """Each node writes; once all have, each reads."""
@@ -246,8 +263,15 @@ class Examination:
         leaders = self.roles.leaders if folder is not None else []
         found = self._collect(FolderFacts, "folder", leaders, _LIMITS["folder"])
         by_node = {self.survey.ranks[rank].place.node: each for rank, each in found.items()}
-        self.survey = replace(self.survey, computed=computed, folders=by_node)
-        groups = able_nodes(self.survey.nodes, [rank for rank in self.roles.able if rank in computed])
+        knocks = self._collect(Knocks, "doors", self.roles.leaders, _LIMITS["clocks"])
+        closed = {
+            (self.survey.ranks[rank].place.node, node): reason
+            for rank, each in knocks.items()
+            for node, reason in each.closed.items()
+        }
+        self.survey = replace(self.survey, computed=computed, folders=by_node, closed=closed)
+        reached = {node: ranks for node, ranks in self.survey.nodes.items() if node not in cut_off(closed)}
+        groups = able_nodes(reached, [rank for rank in self.roles.able if rank in computed])
         seconds = self._left(_LIMITS["network"]) - _MARGIN_SECONDS
         self.roles = replace(self.roles, groups=groups, network_seconds=max(5.0, seconds))
         self.meeting.announce("network", encode(self.roles))

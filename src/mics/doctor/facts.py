@@ -95,6 +95,8 @@ class NetworkFacts:
     """Whether this process may open the adapters' device files."""
     ofi_plugin: str | None = None
     """The library through which NCCL reaches EFA, if it can be loaded."""
+    door: str = ""
+    """Address and port at which this node answers; one rank of each node has one."""
     variables: dict[str, str] = field(default_factory=dict)
     """NCCL_*, GLOO_*, FI_* as set."""
 
@@ -198,6 +200,13 @@ class NetworkResults:
     sent: list[Transfer] = field(default_factory=list)
     nccl_network: str = ""
     """What NCCL says it sends through: Socket, IB, AWS Libfabric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knocks:
+    """Nodes that a node did not reach, each with the reason."""
+
+    closed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import torch.distributed as dist
 
-from mics.doctor.facts import Adapter, InterfaceChoice, Interface, NetworkFacts
+from mics.doctor.facts import Adapter, Interface, InterfaceChoice, NetworkFacts
 
 _NET: Final = Path("/sys/class/net")
 _RDMA: Final = Path("/sys/class/infiniband")

@@ -48,6 +48,8 @@ class Survey:
     """By node."""
     folders: Mapping[str, FolderFacts] = field(default_factory=dict)
     """By node."""
+    closed: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """By who knocked and at whose door: why nobody answered."""
     computed: Mapping[int, ComputeFacts] = field(default_factory=dict)
     networks: Mapping[int, NetworkResults] = field(default_factory=dict)
     stuck: tuple[Stuck, ...] = ()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import permutations
 
 from mics.doctor.checks.devices import SLOW, VERY_SLOW
-from mics.doctor.facts import InterfaceChoice, Interface, RankFacts
+from mics.doctor.facts import Interface, InterfaceChoice, RankFacts
 from mics.doctor.findings import Finding, fail, ok, warn
 from mics.doctor.interfaces import VIRTUAL
 from mics.doctor.survey import Survey
