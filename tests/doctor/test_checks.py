@@ -23,7 +23,7 @@ from mics.doctor.checks.machines import (
     start,
     versions,
 )
-from mics.doctor.checks.networks import adapters, bandwidth, collectives, interfaces, pairs
+from mics.doctor.checks.networks import adapters, bandwidth, collectives, doors, interfaces, pairs
 from mics.doctor.checks.storage import folder, folder_space, folder_speed
 from mics.doctor.checks.who import answers
 from mics.doctor.facts import (
@@ -252,6 +252,13 @@ def _cases() -> list[Any]:
             "fail",
             "h1",
             "cannot bind",
+        ),
+        (
+            doors,
+            replace(good, closed={("0", "2"): "timed out", ("1", "2"): "timed out"}),
+            "fail",
+            "h2 (ranks 4-5)",
+            "to h0 and h1: timed out",
         ),
         (adapters, _on_node(with_efa, 1, _network(ofi_plugin=None)), "warn", "h1", "no aws-ofi-nccl"),
         (adapters, _on_node(with_efa, 1, _network(variables={"NCCL_NET": "Socket"})), "warn", "h1", "TCP"),

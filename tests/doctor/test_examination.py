@@ -7,6 +7,7 @@ import io
 import json
 import os
 import socket
+import threading
 import time
 from itertools import combinations
 from pathlib import Path
@@ -22,8 +23,9 @@ from mics.doctor import compute, folders
 from mics.doctor.clocks import bounds
 from mics.doctor.command import doctor
 from mics.doctor.compute import examine_device, wrong_rows
+from mics.doctor.doors import cut_off, knock_at_all, open_door, to_knock_at
 from mics.doctor.examination import boxed
-from mics.doctor.facts import ClockFacts, Interface
+from mics.doctor.facts import ClockFacts, Interface, InterfaceChoice, NetworkFacts
 from mics.doctor.folders import FolderProbe
 from mics.doctor.gpus import cuda_number
 from mics.doctor.interfaces import (
@@ -229,6 +231,28 @@ def test_the_interface_of_nccl(rule: str, expected: str | None) -> None:
     environ = {"NCCL_SOCKET_IFNAME": rule} if rule else {}
     assert choose_for_nccl([_LO, _DOCKER, _ETH, _IB], environ).name == expected
     assert choose_for_nccl([_LO, _DOCKER], {}).name == "docker0"
+
+
+def test_doors_are_knocked_at() -> None:
+    """One that is open answers; a closed one has its reason; another program's is not ours."""
+    network = NetworkFacts(interfaces=[_LO], gloo=InterfaceChoice(name="lo"))
+    door = open_door(network)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        other = f"127.0.0.1:{stranger.getsockname()[1]}"
+        threading.Thread(target=lambda: stranger.accept()[0].close(), daemon=True).start()
+        found = knock_at_all({"a": door, "b": f"127.0.0.1:{_free_port()}", "c": other})
+    assert found == {"b": "Connection refused", "c": "somebody else answers at this address"}
+    assert open_door(NetworkFacts(interfaces=[_LO], gloo=InterfaceChoice(name="eth0"))) == ""
+
+
+@given(st.dictionaries(st.tuples(st.sampled_from("abcdef"), st.sampled_from("abcdef")), st.just("no")))
+def test_who_is_left_reaches_each_other(closed: dict[tuple[str, str], str]) -> None:
+    """And nobody is left out without a closed door; one node that nobody reaches is the only one to go."""
+    out = cut_off(closed)
+    assert all(source in out or target in out for source, target in closed)
+    assert set(out) <= {node for pair in closed for node in pair}
+    assert cut_off({(node, "x"): "no" for node in "abc"}) == ["x"]
+    assert to_knock_at("b", "abcd") == ["c", "d", "a"]
 
 
 def test_this_host_has_a_loopback() -> None:

@@ -1,4 +1,4 @@
-"""Whether hosts reach each other on the interface that gloo takes: a firewall may let the store through alone.
+"""Whether hosts reach each other on the interface that gloo takes: firewalls may pass the store alone.
 
 One rank of each node opens a door, a port of the kernel's choice, and knocks at those of other nodes.
 """
@@ -71,7 +71,7 @@ def knock_at_all(doors: Mapping[str, str]) -> dict[str, str]:
 
 
 def cut_off(closed: Mapping[tuple[str, str], str]) -> list[str]:
-    """As few nodes as it takes to leave only such that reach each other: those with most closed doors first."""
+    """Nodes to leave out so that the others reach each other: those with most closed doors first."""
     left, found = set(closed), []
     while left:
         counted = Counter(node for pair in sorted(left, reverse=True) for node in pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,9 @@ def read_settings(file: Path | None, checkpoint_dir: Path | None) -> RunSettings
     """An error is kept, not raised: other ranks may read the file, and the report says who cannot."""
     try:
         train = TrainConfig() if file is None else load_settings(TrainConfig, file)
-        return RunSettings(train=train, wishes=_wishes(train, checkpoint_dir, known=file is not None))
+        # Rank 0 judges, and to count parameters may take a while.
+        known = file is not None and os.environ.get("RANK", "0") == "0"
+        return RunSettings(train=train, wishes=_wishes(train, checkpoint_dir, known=known))
     except SettingsError as error:
         return RunSettings(train=None, error=str(error))
 

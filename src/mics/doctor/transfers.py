@@ -6,6 +6,7 @@ other: first one way, then the other. Few nodes meet all others. Many meet a few
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -31,6 +32,7 @@ _PROBE_NBYTES: Final = 512 << 10
 _MIN_NBYTES, _MAX_NBYTES = 64 << 10, 256 << 20
 _USUAL_SECONDS: Final = 0.15
 _SLOWEST_SECONDS: Final = 0.6
+_LAST_SECONDS: Final = 4.0  # for a last round, and to leave
 
 
 def rounds_of_pairs(num_nodes: int, limit: int = MAX_ROUNDS) -> list[list[tuple[int, int]]]:
@@ -70,6 +72,7 @@ class Network:
     seconds: float
     group: dist.ProcessGroup | None = None
     stage: str = "start"
+    deadline: float = math.inf
     _log: Path | None = field(default=None, repr=False)
 
     @property
@@ -79,6 +82,7 @@ class Network:
     def measure(self) -> NetworkResults:
         """Join, check the sum of an all-reduce, then send. An error keeps what was measured before it."""
         sent: list[Transfer] = []
+        self.deadline = time.monotonic() + self.seconds
         try:
             self._join()
             self._check_sum()
@@ -130,7 +134,6 @@ class Network:
 
     def _send_all(self, sent: list[Transfer]) -> None:
         """A first round to learn how much to send, then all rounds."""
-        deadline = time.monotonic() + self.seconds
         rounds = rounds_of_pairs(len(self.nodes))
         probes: list[Transfer] = []
         if rounds:
@@ -144,7 +147,7 @@ class Network:
         dist.all_reduce(rates)
         nbytes = payload_nbytes(rates.tolist())
         for pairs in rounds:
-            late = torch.tensor([float(time.monotonic() > deadline - 2)])
+            late = torch.tensor([float(time.monotonic() > self.deadline - _LAST_SECONDS)])
             dist.all_reduce(late)  # all stop together
             if late.item():
                 break

@@ -18,7 +18,7 @@ from mics.doctor.checks.machines import (
     start,
     versions,
 )
-from mics.doctor.checks.networks import adapters, bandwidth, collectives, interfaces, pairs
+from mics.doctor.checks.networks import adapters, bandwidth, collectives, doors, interfaces, pairs
 from mics.doctor.checks.storage import folder, folder_space, folder_speed
 from mics.doctor.checks.who import answers
 from mics.doctor.findings import Finding
@@ -40,6 +40,7 @@ CHECKS: Final[tuple[Callable[[Survey], list[Finding]], ...]] = (
     gpu_memory,
     nccl_and_driver,
     interfaces,
+    doors,
     adapters,
     compute_results,
     compute_speed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -150,14 +151,44 @@ def _by_nccl(survey: Survey, node: str, where: str) -> list[Finding]:
     ]
 
 
+def doors(survey: Survey) -> list[Finding]:
+    """Hosts reach each other on the interface that gloo takes, at any port."""
+    found = []
+    by_target: dict[str, dict[str, str]] = defaultdict(dict)
+    for (source, target), reason in survey.closed.items():
+        by_target[target][source] = reason
+    for target, reasons in by_target.items():
+        door = survey.leaders[target].network.door
+        found.append(
+            fail(
+                "ports",
+                f"does not answer at {door} to {_some([survey.host_of(node) for node in reasons])}: "
+                f"{listed(sorted(set(reasons.values())))}",
+                where=survey.on_nodes([target]),
+                way_out="open all TCP ports between the hosts (firewall, security group), and check that the "
+                "address is one that the others have a route to",
+            )
+        )
+    if found or len(survey.nodes) < 2:
+        return found
+    return [ok("ports", "nodes reach each other on the interface of gloo")]
+
+
+def _some(names: list[str]) -> str:
+    return listed(names) if len(names) < 4 else f"{listed(names[:3])} and {len(names) - 3} more"
+
+
 def collectives(survey: Survey) -> list[Finding]:
     """Ranks could make a process group, and a sum came out right."""
-    errors = {rank: result.error for rank, result in survey.networks.items() if result.error}
-    found = []
-    for error in dict.fromkeys(errors.values()):
-        ranks = [rank for rank, each in errors.items() if each == error]
-        way_out = "open all ports between the hosts, and see the lines about interfaces"
-        found.append(fail("collectives", error, where=survey.where(ranks), way_out=way_out))
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, result in survey.networks.items():
+        if result.error:
+            alike[re.sub(r"[0-9]+", "#", result.error)].append(rank)
+    way_out = "open all ports between the hosts, and see the lines about interfaces"
+    found = [
+        fail("collectives", survey.networks[ranks[0]].error, where=survey.where(ranks), way_out=way_out)
+        for ranks in alike.values()
+    ]
     if found or not survey.networks:
         return found
     backend = "gloo and NCCL" if survey.on_gpu else "gloo"
