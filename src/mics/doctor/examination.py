@@ -187,11 +187,13 @@ class Examination:
             ranks = self._collect(RankFacts, "facts", hellos, _LIMITS["facts"])
             self.survey = replace(self.survey, ranks=ranks, hellos=hellos)
             leaders = [ranks_of_node[0] for ranks_of_node in self.survey.nodes.values()]
+            able = able_ranks(self.survey)
             roles = Roles(
                 leaders=leaders,
-                groups=able_nodes(self.survey.nodes, able_ranks(self.survey)),
+                groups=able_nodes(self.survey.nodes, able),
                 nodes=list(self.survey.nodes),
-                doors=[facts.network.door for facts in self.survey.leaders.values()],
+                # Where the interface is a finding already, nobody need knock.
+                doors=[ranks[rank].network.door if rank in able else "" for rank in leaders],
                 token=secrets.token_hex(4),
             )
             self.meeting.announce("roles", encode(roles))
