@@ -111,6 +111,13 @@ def _check_emulate(args: list[str]) -> None:
     config.training.job(config.partition_size, find_cluster(config.cluster).world_size)
 
 
+def _check_doctor(args: list[str]) -> None:
+    from mics.doctor.command import DoctorConfig
+    from mics.utils.command_line import parse
+
+    parse(DoctorConfig, args, prog="mics doctor").check()
+
+
 def _check_checkpoint(args: list[str]) -> None:
     from mics.checkpoint import command
 
@@ -173,6 +180,7 @@ def _check_make(args: list[str]) -> None:
 _PARSERS: Final = {
     "bench": _check_bench,
     "checkpoint": _check_checkpoint,
+    "doctor": _check_doctor,
     "emulate": _check_emulate,
     "plan": _check_plan,
     "train": _check_train,

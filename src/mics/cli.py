@@ -68,12 +68,23 @@ def _checkpoint(args: Sequence[str]) -> int:
     return checkpoint(args)
 
 
+def _doctor(args: Sequence[str]) -> int:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return 1  # torchrun starts again what ended with no-go; that it is so has been said
+    from mics.doctor.command import doctor
+
+    return doctor(args)
+
+
 COMMANDS: Final = {
     "bench": Command(
         summary="compare systems on an emulated cluster, on namespace hosts or on ranks", run=_bench
     ),
     "checkpoint": Command(
         summary="look into a checkpoint, verify it, convert it from and to Hugging Face", run=_checkpoint
+    ),
+    "doctor": Command(
+        summary="what would make a run fail or crawl on these hosts; run it as you will train", run=_doctor
     ),
     "emulate": Command(
         summary="train as rank 0 of a cluster that is not there; where time goes", run=_emulate

@@ -1,0 +1,59 @@
+"""Ranks for ``mics doctor`` where no launcher made any: torchrun's own agent, on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+_CPU_RANKS: Final = 2
+_LAST_LINES: Final = 20
+
+
+def start_ranks(args: Sequence[str], *, device: str) -> int:
+    """One rank for each GPU, or two on the CPU. Returns the exit code of the doctor."""
+    num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside takes part
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the report says more
+    with tempfile.TemporaryDirectory(prefix="mics-doctor-") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_gpus or _CPU_RANKS,
+            run_id=uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            # What rank 0 prints is the report; the others print only what breaks.
+            logs_specs=DefaultLogsSpecs(
+                log_dir=logs, redirects=dict.fromkeys(range(1, num_gpus or _CPU_RANKS), Std.ALL)
+            ),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", "mics.cli", "doctor", *args)
+        except ChildFailedError as error:
+            codes = [failure.exitcode for failure in error.failures.values()]
+            if any(code not in (1, 2) for code in codes):
+                _show_logs(Path(logs))
+            return max(code if code > 0 else 1 for code in codes)
+    return 0
+
+
+def _show_logs(logs: Path) -> None:
+    """The last words of ranks that ended in a way of their own."""
+    for file in sorted(logs.rglob("stderr.log")):
+        lines = file.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        if lines:
+            print("\n".join([f"rank {file.parent.name} printed last:", *lines]), file=sys.stderr)
