@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,6 +51,20 @@ _BOUNDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanOutput:
+    """Where the plan goes."""
+
+    json: bool = False
+    """Print everything as JSON instead."""
+    html: Path | None = None
+    """Also write a page with pictures to this file."""
+    write: Path | None = None
+    """Also write the best setting to this file, for mics train --config; an existing file is replaced."""
+    data: tuple[Path, ...] = ()
+    """With --write: folders that mics data has prepared, to be named in the file; unset: data."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """What a training run will cost, how to shard it, and whether it fits, before renting anything.
 
@@ -84,14 +98,7 @@ class PlanConfig:
     """Seconds training pauses per checkpoint."""
     restart_seconds: float = 300.0
     """Seconds from a failure until training continues."""
-    json: bool = False
-    """Print everything as JSON instead."""
-    html: Path | None = None
-    """Also write a page with pictures to this file."""
-    write: Path | None = None
-    """Also write the best setting to this file, for mics train --config; an existing file is replaced."""
-    data: tuple[Path, ...] = ()
-    """With --write: folders that mics data has prepared, to be named in the file; unset: data."""
+    output: Annotated[PlanOutput, tyro.conf.arg(name="")] = field(default_factory=PlanOutput)
 
     def check(self) -> None:
         """Raise if a number makes no sense."""
@@ -108,11 +115,11 @@ class PlanConfig:
                 "--price: expected --tokens beside it, found none; add what is to be trained on, such as "
                 "--tokens 300B"
             )
-        if self.write is not None and self.nodes:
+        if self.output.write is not None and self.nodes:
             raise SettingsError(
                 "--write: expected one number of nodes, found --nodes; give them in --cluster NAME:NODES"
             )
-        if self.data and self.write is None:
+        if self.output.data and self.output.write is None:
             raise SettingsError("--data: expected --write FILE beside it, found none; add it")
         if not self.batch.given:
             raise SettingsError(
@@ -140,17 +147,19 @@ def plan(args: Sequence[str]) -> int:
     config = parse(PlanConfig, args, prog="mics plan")
     try:
         config.check()
-        if config.html is not None:
+        if config.output.html is not None:
             require("plot", "--html")
         model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
         _check_sizes(config, model, cluster)
         if config.nodes:
             return _publish(_sweep(config, model, cluster), config)
         found = _answer(config, model, cluster)
-        if config.write is not None:
+        if config.output.write is not None:
             command = shlex.join(["mics", "plan", *args])
-            write_run_file(config.write, found, model=config.model, data=config.data, command=command)
-            print(f"written: {config.write}", file=sys.stderr)
+            write_run_file(
+                config.output.write, found, model=config.model, data=config.output.data, command=command
+            )
+            print(f"written: {config.output.write}", file=sys.stderr)
         return _publish(found, config)
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
@@ -193,7 +202,7 @@ def _request(
 
 def _answer(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Answer:
     """For one cluster."""
-    curves = config.json or config.html is not None
+    curves = config.output.json or config.output.html is not None
     request = _request(config, model, cluster)
     with long_work("plan", num_stages(cluster, curves=curves), unit="stages") as work:
         return answer(
@@ -210,7 +219,7 @@ def _sweep(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Sweep:
     """Every number of nodes, in order; one that is not possible keeps its reason."""
     clusters = [replace(cluster, num_nodes=nodes) for nodes in sorted(set(config.nodes))]
     common = _common_batch(config, model, cluster)
-    stages = sum(num_stages(here, curves=config.json, peers=config.json) for here in clusters)
+    stages = sum(num_stages(here, curves=config.output.json, peers=config.output.json) for here in clusters)
     with long_work("plan", stages, unit="stages") as work:
         return Sweep(sizes=tuple(_size(config, model, here, common, work.advance) for here in clusters))
 
@@ -236,8 +245,8 @@ def _size(
         faults=config.faults,
         tokens=config.tokens,
         price=config.price,
-        curves=config.json,
-        peers=config.json,
+        curves=config.output.json,
+        peers=config.output.json,
         advance=advance,
     )
     return replace(size, answer=filled)
@@ -253,21 +262,21 @@ def _common_batch(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Gl
 
 def _publish(found: Answer | Sweep, config: PlanConfig) -> int:
     """Print it, and write the page."""
-    if config.json:
+    if config.output.json:
         shown = sweep_as_dict(found) if isinstance(found, Sweep) else as_dict(found)
         print(json.dumps(shown, indent=2, allow_nan=False))
     elif isinstance(found, Sweep):
         show_sweep(found, Console())
     else:
         show(found, Console())
-    if config.html is not None:
+    if config.output.html is not None:
         from mics.planner.page import page, sweep_page  # matplotlib takes a second, which only this needs
 
         text = sweep_page(found) if isinstance(found, Sweep) else page(found)
         try:
-            config.html.write_text(text)
+            config.output.html.write_text(text)
         except OSError as error:
-            print(f"mics plan: --html {config.html}: {error.strerror or error}", file=sys.stderr)
+            print(f"mics plan: --html {config.output.html}: {error.strerror or error}", file=sys.stderr)
             return 2
-        print(f"written: {config.html}", file=sys.stderr)
+        print(f"written: {config.output.html}", file=sys.stderr)
     return 0

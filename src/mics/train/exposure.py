@@ -12,7 +12,7 @@ from mics.train.config import TrainConfig
 _STEPS: Final = 2  # recorded each time
 
 
-class Exposure:
+class ExposureMeter:
     """The share of a step in which the computation waits for communication. All ranks call it alike."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:

@@ -18,7 +18,7 @@ from mics.train.checkpoints import Checkpoints, Resumed
 from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing, decode, encode, load_text
 from mics.train.display import Display, RankConsole, Show
-from mics.train.exposure import Exposure
+from mics.train.exposure import ExposureMeter
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
@@ -162,7 +162,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
         checkpoint_dir=config.checkpoint_dir if config.checkpoint.interval else None,
     )
     news = prefetch_news(run.model)
-    exposure = Exposure(run.model, config)
+    exposure = ExposureMeter(run.model, config)
     with (
         history.recording(config, run.me, after_step=after),
         Display(console, board, show=_show(config, run.me)) as display,
