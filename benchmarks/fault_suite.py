@@ -31,7 +31,7 @@ def main() -> int:
     options = _options()
     folder = Path(tempfile.mkdtemp(prefix="mics-faults-"))
     args = ["--steps", str(NUM_STEPS), "--checkpoint.interval", str(INTERVAL)]
-    args += ["--launch.nodes", "2", "--launch.ranks-per-node", str(options.ranks_per_node)]
+    args += ["--launch.simulated-nodes", "2", "--launch.ranks-per-node", str(options.ranks_per_node)]
     args += ["--launch.max-restarts", str(options.faults + 1)]
     reference = Job(folder=folder / "reference", args=args)
     assert reference.run() == 0, reference.output

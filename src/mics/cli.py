@@ -32,6 +32,10 @@ def _train(args: Sequence[str]) -> int:
     if config.report.logger != "none":
         require(config.report.logger, f"--logger {config.report.logger}")
     if "RANK" not in os.environ:  # no launcher made this process a rank
+        if config.nodes is not None and config.nodes > 1:
+            from mics.train.hosts import launch_hosts
+
+            return launch_hosts(config, args)
         from mics.train.launch import launch
 
         return launch(config, args)

@@ -24,7 +24,7 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A run that is killed inside a collective, hangs in a save and loses a node."""
-    args = [*ARGS, "--launch.nodes", "2", "--launch.ranks-per-node", "1"]
+    args = [*ARGS, "--launch.simulated-nodes", "2", "--launch.ranks-per-node", "1"]
     job = Job(folder=tmp_path_factory.mktemp("faults"), args=args, faults=FAULTS)
     assert job.run() == 0, job.output
     return job

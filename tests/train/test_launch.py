@@ -30,10 +30,10 @@ TWO_BY_TWO = LaunchPlan(device="cpu", num_nodes=2, ranks_per_node=2, ranks_per_g
         (LaunchSettings(), 1, ("cuda", 2, 2, 4)),
         (LaunchSettings(), 8, ("cuda", 1, 8, 1)),
         (LaunchSettings(device="cpu"), 8, ("cpu", 2, 2, 1)),
-        (LaunchSettings(nodes=2), 8, ("cuda", 2, 4, 1)),
-        (LaunchSettings(nodes=2, ranks_per_node=1), 1, ("cuda", 2, 1, 2)),
-        (LaunchSettings(nodes=4, ranks_per_node=4), 8, ("cuda", 4, 4, 2)),
-        (LaunchSettings(nodes=1, ranks_per_node=3), 0, ("cpu", 1, 3, 1)),
+        (LaunchSettings(simulated_nodes=2), 8, ("cuda", 2, 4, 1)),
+        (LaunchSettings(simulated_nodes=2, ranks_per_node=1), 1, ("cuda", 2, 1, 2)),
+        (LaunchSettings(simulated_nodes=4, ranks_per_node=4), 8, ("cuda", 4, 4, 2)),
+        (LaunchSettings(simulated_nodes=1, ranks_per_node=3), 0, ("cpu", 1, 3, 1)),
     ],
 )
 def test_the_ranks_follow_from_the_machine(
@@ -49,7 +49,7 @@ def test_gpus_that_are_not_there_are_an_error() -> None:
     with pytest.raises(SettingsError, match=r"launch\.device"):
         plan_launch(LaunchSettings(device="cuda"), num_gpus=0)
     with pytest.raises(SettingsError, match=r"launch\.ranks_per_gpu: expected at least 2"):
-        plan_launch(LaunchSettings(nodes=2, ranks_per_node=2, ranks_per_gpu=1), num_gpus=2)
+        plan_launch(LaunchSettings(simulated_nodes=2, ranks_per_node=2, ranks_per_gpu=1), num_gpus=2)
 
 
 def test_each_node_is_one_torchrun(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.terminal import Terminal, drawn, processes_with
 pytestmark = pytest.mark.full
 
 SMALL = [
-    *("--launch.device", "cpu", "--launch.nodes", "1", "--report.interval", "1"),
+    *("--launch.device", "cpu", "--launch.simulated-nodes", "1", "--report.interval", "1"),
     *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.seq-len", "32"),
     *("--report.sample-tokens", "8", "--launch.max-restarts", "0"),
 ]

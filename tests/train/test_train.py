@@ -71,7 +71,7 @@ def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     """Ctrl-C while the ranks train: they save, exit code 130, a word about it, and no process left behind."""
     run = subprocess.Popen(
-        _command(tmp_path, "--steps", "1000000", "--launch.nodes", "1", "--name", "interrupted"),
+        _command(tmp_path, "--steps", "1000000", "--launch.simulated-nodes", "1", "--name", "interrupted"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -217,25 +217,32 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """The ranks to start on this machine. Under torchrun the ranks are torchrun's."""
+    """The ranks to start, on this machine or with --nodes on several. Under torchrun they are torchrun's."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
-    nodes: int | None = None
+    simulated_nodes: int | None = None
     """Nodes to simulate on this machine; unset is 1 on a machine with several GPUs, else 2."""
     ranks_per_node: int | None = None
-    """Ranks per node; unset is one per GPU with several GPUs, else 2."""
+    """Ranks per node; unset is one per GPU with several GPUs, else 2. With --nodes: one per GPU, or one."""
     ranks_per_gpu: int | None = None
     """Ranks per GPU; unset is as few as possible."""
     timeout_seconds: int = 300
     """Timeout of collectives in seconds."""
     max_restarts: int | None = None
     """Restarts of all ranks after failures; unset is 3 with checkpoints, else 0."""
+    address: str | None = None
+    """With --nodes: address of this host that the others can reach; unset is that of the default route."""
+    port: int = 29500
+    """With --nodes: port on this host where the hosts meet."""
+    join_seconds: int = 300
+    """With --nodes: how long to wait for the other hosts, at the start and after one was lost."""
 
     def __post_init__(self) -> None:
+        _require(0 < self.port < 1 << 16, "launch.port", "a port from 1 to 65535", self.port)
         restarts = self.max_restarts
         _require(restarts is None or restarts >= 0, "launch.max_restarts", "0 or more", restarts)
-        for name in ("nodes", "ranks_per_node", "ranks_per_gpu", "timeout_seconds"):
+        for name in ("simulated_nodes", "ranks_per_node", "ranks_per_gpu", "timeout_seconds", "join_seconds"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"launch.{name}", "at least 1", value)
 
@@ -245,7 +252,8 @@ class TrainConfig:
     """Train a GPT on a text with mics.
 
     Without a launcher this starts its own ranks: one per GPU on a machine with several GPUs, otherwise four
-    that simulate two nodes of two. Under torchrun (or anything like it) it runs as the rank it is.
+    that simulate two nodes of two. With --nodes it starts those of this host with torchrun, and prints the
+    command for the others. Under torchrun (or anything like it) it runs as the rank it is.
     """
 
     config: Path | None = None
@@ -266,6 +274,8 @@ class TrainConfig:
     global_batch_tokens: TokenCount | None = None
     """Tokens per optimizer step, over all ranks (1M, 4e6, 4_000_000), instead of micro_steps: rounded to a
     whole number of gradient accumulation steps."""
+    nodes: int | None = None
+    """Hosts to train on, of which this one is the first: prints the torchrun command to run on the others."""
     seed: int = 0
     """Random seed of weights, batches and sample."""
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -288,6 +298,7 @@ class TrainConfig:
                 "follows from the global batch"
             )
         _require(self.seed >= 0, "seed", "0 or more", self.seed)
+        _require(self.nodes is None or self.nodes >= 1, "nodes", "at least 1", self.nodes)
         _require(
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",

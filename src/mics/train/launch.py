@@ -74,10 +74,10 @@ def plan_launch(settings: LaunchSettings, *, num_gpus: int) -> LaunchPlan:
     if settings.device == "cpu":
         num_gpus = 0
     if num_gpus > 1:
-        num_nodes = settings.nodes or 1
+        num_nodes = settings.simulated_nodes or 1
         ranks_per_node = settings.ranks_per_node or max(1, num_gpus // num_nodes)
     else:
-        num_nodes = settings.nodes or 2
+        num_nodes = settings.simulated_nodes or 2
         ranks_per_node = settings.ranks_per_node or 2
     ranks_per_gpu = 1
     if num_gpus > 0:
@@ -151,7 +151,7 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
     Returns the exit code: 0, the failed rank's, or 128 + n after signal n.
     """
     plan = plan_launch(config.launch, num_gpus=torch.cuda.device_count())
-    _check(config, plan)
+    check_plan(config, plan)
     log_dir = config.run_dir / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
     is_seen = config.report.progress == "auto" and is_live(sys.stdout)
@@ -167,7 +167,7 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
     for restart in count():
         ending = job.run(log_dir if restart == 0 else log_dir / f"restart-{restart}")
         if ending.signum is not None:
-            _say(f"interrupted; all ranks have been stopped{_saved(config)}")
+            say(f"interrupted; all ranks have been stopped{_saved(config)}")
             return 128 + ending.signum
         if not ending.failed:
             return 0
@@ -175,11 +175,11 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
         if any(failure.unread for failure in failures):
             return UNREAD_CODE
         if any(failure.left for failure in failures):
-            _say(f"a rank was asked to leave; all ranks have left{_saved(config)}")
+            say(f"a rank was asked to leave; all ranks have left{_saved(config)}")
             return LEFT_CODE
         if restart == config.max_restarts or is_hopeless(failures, began=_began(config, ending)):
             return report_failure(ending.log_dir, ranks_per_node=plan.ranks_per_node)
-        _say(
+        say(
             f"{describe_failures(failures, ending.agent_codes)}; starting all ranks again, "
             f"{_where_it_goes_on(config)} (restart {restart + 1} of {config.max_restarts}; "
             f"logs are in {ending.log_dir})"
@@ -207,7 +207,8 @@ def _where_it_goes_on(config: TrainConfig) -> str:
     return f"from {latest.name}"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line of the launcher's own, on stderr."""
     print(f"mics: {text}", file=sys.stderr, flush=True)
 
 
@@ -285,7 +286,7 @@ class _Job:
             )
 
 
-def _check(config: TrainConfig, plan: LaunchPlan) -> None:
+def check_plan(config: TrainConfig, plan: LaunchPlan) -> None:
     """What the ranks would find out: one line now is better than their failure later."""
     load_text(
         config.data.text,

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mics.comm import join_world
 from mics.errors import SettingsError
+from mics.train.addresses import set_gloo_interface
 from mics.train.config import LaunchSettings
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -113,6 +114,7 @@ def joined(settings: LaunchSettings) -> Iterator[Rank]:
     After an error the process just ends: leaving would wait for ranks that wait for this one.
     """
     die_with_launcher(os.environ)
+    set_gloo_interface(os.environ)
     me = read_rank(settings, environ=os.environ, num_gpus=torch.cuda.device_count())
     on_gpu = me.device.type == "cuda"
     if on_gpu:
