@@ -1,0 +1,61 @@
+"""The Slurm recipe, run by Slurm on namespace hosts: a node is lost, and the job goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from benchmarks.cluster.network import NamespaceCluster, remove_namespaces
+from benchmarks.cluster.requirements import examine, reason_against
+from benchmarks.cluster.slurm import SlurmCluster, missing_program
+
+from tests.train.host_runs import ENVIRONMENT, SETTINGS, last_step, losses, reference_losses
+
+REPOSITORY: Final = Path(__file__).parents[2]
+RECIPE: Final = REPOSITORY / "examples" / "launch" / "slurm.sbatch"
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    reason = reason_against(examine())
+    if reason is not None:
+        pytest.skip(f"no namespace cluster on this machine: {reason}")
+    missing = missing_program()
+    if missing is not None:
+        pytest.skip(f"{missing} is not installed (Debian: slurm-wlm, munge)")
+    name = f"mics-slurm{os.getpid()}"
+    yield name
+    assert remove_namespaces(name) == [], "the test left namespaces behind"
+
+
+@pytest.mark.full
+def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """The file as it is, two nodes of two ranks: Slurm requeues the job, and no loss differs by a bit."""
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+    (tmp_path / "slurm").mkdir()
+    run_dir = tmp_path / "runs" / "job"
+    with (
+        NamespaceCluster(3, "1gbit", name=name) as cluster,
+        SlurmCluster(cluster, tmp_path / "slurm", gpus=2) as slurm,
+    ):
+        job = slurm.call(
+            *("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=2", str(RECIPE), "run.yaml"),
+            cwd=tmp_path,
+            env={**ENVIRONMENT, "DOCTOR": "no"},
+        )
+        output = tmp_path / f"mics-{job}.out"
+        slurm.wait_for("a checkpoint", lambda: last_step(run_dir) >= 30, timeout_s=90)
+        slurm.kill_host(2)
+        slurm.wait_for("the requeue", lambda: slurm.state(job) == "PENDING", timeout_s=60)
+        slurm.start_node(2)
+        slurm.wait_for("the end", lambda: slurm.state(job) == "COMPLETED", timeout_s=150)
+        shown = slurm.call("scontrol", "show", "job", job)
+    assert "Restarts=1" in shown
+    assert "4 ranks = 2 nodes x 2" in output.read_text()
+    assert "going on from runs/job/checkpoints/step-" in output.read_text()
+    assert losses(run_dir) == reference_losses(tmp_path, "--launch.simulated-nodes", "2")
