@@ -147,9 +147,7 @@ class SlurmCluster:
             for host in hosts[1:]
         ]
         (self._folder / "slurm.conf").write_text(
-            _CONFIG.format(
-                folder=self._folder, controller=self._cluster.address(0), nodes="\n".join(nodes)
-            )
+            _CONFIG.format(folder=self._folder, controller=self._cluster.address(0), nodes="\n".join(nodes))
         )
         for gpu in range(self._gpus):
             (self._folder / f"gpu{gpu}").touch()

@@ -13,13 +13,13 @@ from benchmarks.faults.job import Job
 REPOSITORY: Final = Path(__file__).parents[2]
 SETTINGS: Final = """\
 name: job
-steps: 120
+steps: 40
 batch_size: 2
 micro_steps: 2
 model: {num_layers: 2, hidden_size: 32, seq_len: 32, dropout: 0.1}
-report: {interval: 1, eval_interval: 50, eval_batches: 1, sample_tokens: 0, save_weights: false}
-checkpoint: {interval: 20}
-launch: {device: cpu, timeout_seconds: 20}
+report: {interval: 1, eval_interval: 15, eval_batches: 1, sample_tokens: 0, save_weights: false}
+checkpoint: {interval: 10}
+launch: {device: cpu, timeout_seconds: 60}
 """
 """Dropout tells whether random states come back."""
 ENVIRONMENT: Final = {
@@ -30,10 +30,15 @@ ENVIRONMENT: Final = {
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step that the run has measured."""
+    """How many steps the run has measured."""
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return sum(line.endswith("\n") and '"loss"' in line for line in lines)
+
+
+def has_saved(run_dir: Path) -> bool:
+    """Whether there is a checkpoint, and steps after it."""
+    return (run_dir / "checkpoints" / "latest").exists() and last_step(run_dir) >= 12
 
 
 def losses(run_dir: Path) -> dict[tuple[int, str], float]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -14,7 +12,7 @@ from benchmarks.cluster.network import NamespaceCluster, remove_namespaces
 from benchmarks.cluster.requirements import examine, reason_against
 from benchmarks.cluster.slurm import SlurmCluster, missing_program
 
-from tests.train.host_runs import ENVIRONMENT, SETTINGS, last_step, losses, reference_losses
+from tests.train.host_runs import ENVIRONMENT, SETTINGS, has_saved, losses, reference_losses
 
 REPOSITORY: Final = Path(__file__).parents[2]
 RECIPE: Final = REPOSITORY / "examples" / "launch" / "slurm.sbatch"
@@ -49,7 +47,7 @@ def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(name: str, tmp_path:
             env={**ENVIRONMENT, "DOCTOR": "no"},
         )
         output = tmp_path / f"mics-{job}.out"
-        slurm.wait_for("a checkpoint", lambda: last_step(run_dir) >= 30, timeout_s=90)
+        slurm.wait_for("a checkpoint", lambda: has_saved(run_dir), timeout_s=120)
         slurm.kill_host(2)
         slurm.wait_for("the requeue", lambda: slurm.state(job) == "PENDING", timeout_s=60)
         slurm.start_node(2)

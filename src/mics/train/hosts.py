@@ -70,18 +70,20 @@ def first_host_args(
     """
     same = _torchrun_args(config, plan, args, address=address, job=job)
     conf = same.index("--rdzv-conf") + 1
-    same[conf] += ",is_host=1"
+    same[conf] = same[conf].replace("is_host=0", "is_host=1")
     return ["--local-addr", address, *same]
 
 
 def _torchrun_args(
     config: TrainConfig, plan: LaunchPlan, args: Sequence[str], *, address: str, job: str
 ) -> list[str]:
+    # Who hosts the rendezvous is said: torchrun fails to find out where a host cannot look up its own name.
+    conf = f"is_host=0,join_timeout={config.launch.join_seconds}"
     return [
         *("--nnodes", str(plan.num_nodes), "--nproc-per-node", str(plan.ranks_per_node)),
         *("--max-restarts", str(config.max_restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{config.launch.port}"),
-        *("--rdzv-id", job, "--rdzv-conf", f"join_timeout={config.launch.join_seconds}"),
+        *("--rdzv-id", job, "--rdzv-conf", conf),
         *("-m", "mics.cli", "train", *args),
     ]
 
