@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ["benchmarks/results", "examples", "CHANGELOG.md", "CONTRIBUTING.md"]
-SHOWN = (".md", ".png", ".py", ".slurm")  # examples are links to their source
+SHOWN = (".md", ".png", ".py", ".sbatch", ".sh", ".yaml")  # examples are links to their source
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -1,4 +1,4 @@
-"""The Slurm recipe, run by Slurm on namespace hosts: a node is lost, and the job goes on from its checkpoint."""
+"""The Slurm recipe, run by Slurm on namespace hosts: a node is lost, and the job resumes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,22 @@
+#!/bin/bash
+# On every host, in a folder that all of them share: HEAD=ADDRESS NODES=4 bash torchrun.sh [run.yaml]
+# HEAD is the address of one of the hosts. On a host that comes back after a failure, add DOCTOR=no.
+set -euo pipefail
+CONFIG=${1:-run.yaml}
+
+run() {  # run RESTARTS COMMAND ARGUMENTS...
+    torchrun \
+        --nnodes "$NODES" \
+        --nproc-per-node "${RANKS:-gpu}" \
+        --max-restarts "$1" \
+        --rdzv-backend c10d \
+        --rdzv-id "${JOB:-mics}-$2" \
+        --rdzv-endpoint "$HEAD:29500" \
+        --rdzv-conf join_timeout=300 \
+        -m mics.cli "${@:2}"
+}
+
+if [[ ${DOCTOR:-yes} == yes ]]; then
+    run 0 doctor --config "$CONFIG"  # no-go ends it here
+fi
+run 3 train --config "$CONFIG" --checkpoint.resume latest
