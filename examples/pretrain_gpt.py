@@ -1,7 +1,7 @@
 """Pretrain a GPT: accumulation, warmup and cosine decay, evaluation, resume on any number of ranks.
 
 --data is a file of uint16 tokens that ends in .bin (nanoGPT's prepare.py writes it), or any other file, read
-as bytes. The same command continues from the latest checkpoint in --out. Several machines: see multi_node/.
+as bytes. The same command continues from the latest checkpoint in --out. Several machines: see launch/.
 """
 
 import argparse

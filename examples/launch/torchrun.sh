@@ -3,6 +3,7 @@
 # HEAD is the address of one of the hosts. On a host that comes back after a failure, add DOCTOR=no.
 set -euo pipefail
 CONFIG=${1:-run.yaml}
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a host that comes back does not find the others (torch 2.13)
 
 run() {  # run RESTARTS COMMAND ARGUMENTS...
     torchrun \

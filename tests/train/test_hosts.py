@@ -33,9 +33,9 @@ def test_all_hosts_run_the_same_command() -> None:
     """torchrun reads both lines, the ranks read the user's arguments, and only the first host is special."""
     config = parse_train_config(ARGS)
     plan = plan_hosts(config, num_gpus=8)
-    printed = shlex.join(other_hosts_command(config, plan, ARGS, address="10.0.0.1", job="big-1"))
-    program, *others = shlex.split(printed)
-    assert program == "torchrun"
+    printed = other_hosts_command(config, plan, ARGS, address="10.0.0.1", job="big-1")
+    variable, program, *others = shlex.split(printed)
+    assert (variable, program) == ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun")
     there = parse_args(others)
     here = parse_args(first_host_args(config, plan, ARGS, address="10.0.0.1", job="big-1"))
     assert (there.nnodes, there.nproc_per_node, there.max_restarts) == ("3", "8", 3)
@@ -132,10 +132,10 @@ def start(cluster: NamespaceCluster, host: int, argv: list[str], folder: Path) -
         return cluster.exec(host, argv, ENVIRONMENT, stdout=log, stderr=log)
 
 
-def printed_command(folder: Path) -> list[str]:
-    found = re.search(r"^    (torchrun .*)$", (folder / "host0.log").read_text(), re.MULTILINE)
+def printed_command(folder: Path) -> str:
+    found = re.search(r"^    (\S+=1 torchrun .*)$", (folder / "host0.log").read_text(), re.MULTILINE)
     assert found is not None
-    return shlex.split(found[1])
+    return found[1]
 
 
 @pytest.mark.full
@@ -150,12 +150,12 @@ def test_three_hosts_lose_one_and_go_on_when_it_is_back(name: str, tmp_path: Pat
         wait_until("the command", lambda: "1 of 3 hosts have joined" in log.read_text(), 60)
         command = printed_command(tmp_path)
         assert f"{cluster.address(0)}:29500" in command
-        hosts += [start(cluster, host, command, tmp_path) for host in (1, 2)]
+        hosts += [start(cluster, host, ["sh", "-c", command], tmp_path) for host in (1, 2)]
         wait_until("a checkpoint", lambda: has_saved(run_dir), 120)
         for pid in namespace_pids(cluster.namespace(2)):
             os.kill(pid, 9)
         hosts[2].wait(timeout=10)
-        hosts[2] = start(cluster, 2, command, tmp_path)
+        hosts[2] = start(cluster, 2, ["sh", "-c", command], tmp_path)
         codes = [host.wait(timeout=200) for host in hosts]
     assert codes == [0, 0, 0], log.read_text()
     shown = log.read_text()

@@ -6,6 +6,7 @@ All it adds is to say how many hosts have joined, which torchrun keeps to itself
 
 from __future__ import annotations
 
+import os
 import pickle
 import shlex
 import socket
@@ -31,6 +32,9 @@ from mics.train.launch import LaunchPlan, check_plan, say
 from mics.train.stopping import LEFT_CODE
 
 _POLL_SECONDS: Final = 1.0
+_OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""With "1" each attempt has a store of its own. A host that comes back does not find the shared one: torch 2.13
+says where it is to the hosts of the first attempt alone."""
 
 
 def plan_hosts(config: TrainConfig, *, num_gpus: int) -> LaunchPlan:
@@ -55,9 +59,10 @@ def plan_hosts(config: TrainConfig, *, num_gpus: int) -> LaunchPlan:
 
 def other_hosts_command(
     config: TrainConfig, plan: LaunchPlan, args: Sequence[str], *, address: str, job: str
-) -> list[str]:
+) -> str:
     """What to run on every other host, now and again when one comes back."""
-    return ["torchrun", *_torchrun_args(config, plan, args, address=address, job=job)]
+    command = ["torchrun", *_torchrun_args(config, plan, args, address=address, job=job)]
+    return f"{_OWN_STORES}=1 {shlex.join(command)}"
 
 
 def first_host_args(
@@ -96,8 +101,9 @@ def launch_hosts(config: TrainConfig, args: Sequence[str]) -> int:
     _require_free(address, config.launch.port)
     others = other_hosts_command(config, plan, args, address=address, job=job)
     which = "the other host" if plan.num_nodes == 2 else f"each of the other {plan.num_nodes - 1} hosts"
-    print(f"Run this on {which}, in a folder with the same files:\n\n    {shlex.join(others)}\n", flush=True)
+    print(f"Run this on {which}, in a folder with the same files:\n\n    {others}\n", flush=True)
     here = first_host_args(config, plan, args, address=address, job=job)
+    os.environ[_OWN_STORES] = "1"
     with _Joining.watched(address, config.launch.port, job, num_hosts=plan.num_nodes) as joining:
         try:
             run(parse_args(here))
