@@ -32,7 +32,7 @@ def _train(args: Sequence[str]) -> int:
     if config.report.logger != "none":
         require(config.report.logger, f"--logger {config.report.logger}")
     if "RANK" not in os.environ:  # no launcher made this process a rank
-        if config.nodes is not None and config.nodes > 1:
+        if config.launch.hosts is not None and config.launch.hosts > 1:
             from mics.train.hosts import launch_hosts
 
             return launch_hosts(config, args)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
 from benchmarks.faults.job import Job
+
+from mics.train.launch import _free_port
+from tests.ranks import run_ranks
 
 REPOSITORY: Final = Path(__file__).parents[2]
 SETTINGS: Final = """\
@@ -46,16 +50,18 @@ def losses(run_dir: Path) -> dict[tuple[int, str], float]:
     return Job(folder=run_dir.parent, args=()).losses()
 
 
-def reference_losses(folder: Path, *args: str) -> dict[tuple[int, str], float]:
-    """Of the same settings, on this host and uninterrupted."""
-    command = [sys.executable, "-m", "mics.cli", "train", "--config", "run.yaml", "--output-dir", "reference"]
-    done = subprocess.run(
-        [*command, *args],
-        cwd=folder,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
+def reference_losses(folder: Path, *, num_ranks: int, ranks_per_node: int) -> dict[tuple[int, str], float]:
+    """Of the same settings, on ranks of this host and uninterrupted."""
+    args = ["--config", str(folder / "run.yaml"), "--output-dir", str(folder / "reference")]
+    run_ranks(num_ranks, _train, _free_port(), args, launch="variables", ranks_per_node=ranks_per_node)
     return losses(folder / "reference" / "job")
+
+
+def _train(port: int, args: list[str]) -> None:
+    """Train as a rank of the pool."""
+    from mics.train.loop import run_rank
+    from mics.train.settings_file import parse_train_config
+
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run_rank(parse_train_config(args)) == 0

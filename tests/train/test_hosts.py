@@ -49,12 +49,13 @@ def test_all_hosts_run_the_same_command() -> None:
 
 def test_the_ranks_of_hosts() -> None:
     """One rank per GPU, one without; what is given is kept. Real and simulated nodes do not mix."""
-    assert plan_hosts(TrainConfig(nodes=4), num_gpus=8).num_ranks == 32
-    assert plan_hosts(TrainConfig(nodes=4), num_gpus=0).num_ranks == 4
-    two = TrainConfig(nodes=4, launch=LaunchSettings(ranks_per_node=2))
+    four = TrainConfig(launch=LaunchSettings(hosts=4))
+    assert plan_hosts(four, num_gpus=8).num_ranks == 32
+    assert plan_hosts(four, num_gpus=0).num_ranks == 4
+    two = TrainConfig(launch=LaunchSettings(hosts=4, ranks_per_node=2))
     assert plan_hosts(two, num_gpus=8).num_ranks == 8
-    mixed = TrainConfig(nodes=2, launch=LaunchSettings(simulated_nodes=2))
-    with pytest.raises(SettingsError, match=r"nodes, launch\.simulated_nodes: expected one of them"):
+    mixed = TrainConfig(launch=LaunchSettings(hosts=2, simulated_nodes=2))
+    with pytest.raises(SettingsError, match=r"launch\.hosts, launch\.simulated_nodes: expected one of them"):
         plan_hosts(mixed, num_gpus=0)
 
 
@@ -161,8 +162,7 @@ def test_three_hosts_lose_one_and_go_on_when_it_is_back(name: str, tmp_path: Pat
     shown = log.read_text()
     assert "3 ranks = 3 nodes x 1" in shown and "going on from runs/job/checkpoints/step-" in shown
     assert shown.count("mics: all 3 hosts have joined") == 2
-    simulated = ("--launch.simulated-nodes", "3", "--launch.ranks-per-node", "1")
-    assert losses(run_dir) == reference_losses(tmp_path, *simulated)
+    assert losses(run_dir) == reference_losses(tmp_path, num_ranks=3, ranks_per_node=1)
 
 
 @pytest.mark.full
@@ -174,5 +174,5 @@ def test_a_host_that_does_not_come_is_counted(name: str, tmp_path: Path) -> None
         host = start(cluster, 0, [sys.executable, "-m", "mics.cli", "train", *args], tmp_path)
         assert host.wait(timeout=100) == 2
     shown = (tmp_path / "host0.log").read_text()
-    assert "nodes: expected 2 hosts to join within 2 s, found 1; run the command above" in shown
+    assert "--nodes: expected 2 hosts to join within 2 s, found 1; run the command above" in shown
     assert "Traceback" not in shown

@@ -56,4 +56,4 @@ def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(name: str, tmp_path:
     assert "Restarts=1" in shown
     assert "4 ranks = 2 nodes x 2" in output.read_text()
     assert "going on from runs/job/checkpoints/step-" in output.read_text()
-    assert losses(run_dir) == reference_losses(tmp_path, "--launch.simulated-nodes", "2")
+    assert losses(run_dir) == reference_losses(tmp_path, num_ranks=4, ranks_per_node=2)

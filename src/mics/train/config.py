@@ -221,6 +221,8 @@ class LaunchSettings:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
+    hosts: Annotated[int | None, tyro.conf.arg(aliases=["--nodes"])] = None
+    """Hosts to train on, of which this one is the first: prints the torchrun command to run on the others."""
     simulated_nodes: int | None = None
     """Nodes to simulate on this machine; unset is 1 on a machine with several GPUs, else 2."""
     ranks_per_node: int | None = None
@@ -242,7 +244,14 @@ class LaunchSettings:
         _require(0 < self.port < 1 << 16, "launch.port", "a port from 1 to 65535", self.port)
         restarts = self.max_restarts
         _require(restarts is None or restarts >= 0, "launch.max_restarts", "0 or more", restarts)
-        for name in ("simulated_nodes", "ranks_per_node", "ranks_per_gpu", "timeout_seconds", "join_seconds"):
+        for name in (
+            "hosts",
+            "simulated_nodes",
+            "ranks_per_node",
+            "ranks_per_gpu",
+            "timeout_seconds",
+            "join_seconds",
+        ):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"launch.{name}", "at least 1", value)
 
@@ -274,8 +283,6 @@ class TrainConfig:
     global_batch_tokens: TokenCount | None = None
     """Tokens per optimizer step, over all ranks (1M, 4e6, 4_000_000), instead of micro_steps: rounded to a
     whole number of gradient accumulation steps."""
-    nodes: int | None = None
-    """Hosts to train on, of which this one is the first: prints the torchrun command to run on the others."""
     seed: int = 0
     """Random seed of weights, batches and sample."""
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -298,7 +305,6 @@ class TrainConfig:
                 "follows from the global batch"
             )
         _require(self.seed >= 0, "seed", "0 or more", self.seed)
-        _require(self.nodes is None or self.nodes >= 1, "nodes", "at least 1", self.nodes)
         _require(
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",

@@ -33,25 +33,25 @@ from mics.train.stopping import LEFT_CODE
 
 _POLL_SECONDS: Final = 1.0
 _OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""With "1" each attempt has a store of its own. A host that comes back does not find the shared one: torch 2.13
-says where it is to the hosts of the first attempt alone."""
+"""With "1" each attempt has a store of its own. A host that comes back does not find the shared one, since
+torch 2.13 says where it is to the hosts of the first attempt alone."""
 
 
 def plan_hosts(config: TrainConfig, *, num_gpus: int) -> LaunchPlan:
     """The ranks of all hosts, each with as many as this one."""
-    assert config.nodes is not None
     settings = config.launch
+    assert settings.hosts is not None
     if settings.simulated_nodes is not None:
         raise SettingsError(
-            "nodes, launch.simulated_nodes: expected one of them, found both; nodes are real hosts, "
-            "simulated_nodes are all on this one"
+            "launch.hosts, launch.simulated_nodes: expected one of them, found both; hosts are real, "
+            "simulated nodes are all on this one"
         )
     if settings.device == "cuda" and num_gpus == 0:
         raise SettingsError("launch.device: expected a GPU for 'cuda', found none; use 'cpu' or 'auto'")
     on_gpu = settings.device != "cpu" and num_gpus > 0
     return LaunchPlan(
         device="cuda" if on_gpu else "cpu",
-        num_nodes=config.nodes,
+        num_nodes=settings.hosts,
         ranks_per_node=settings.ranks_per_node or (num_gpus if on_gpu else 1),
         ranks_per_gpu=settings.ranks_per_gpu or 1,
     )
@@ -109,7 +109,7 @@ def launch_hosts(config: TrainConfig, args: Sequence[str]) -> int:
             run(parse_args(here))
         except RendezvousTimeoutError:
             raise SettingsError(
-                f"nodes: expected {plan.num_nodes} hosts to join within {config.launch.join_seconds} s, "
+                f"--nodes: expected {plan.num_nodes} hosts to join within {config.launch.join_seconds} s, "
                 f"found {joining.num_joined}; run the command above on the others, check that they reach "
                 f"{address}:{config.launch.port}, or raise --launch.join-seconds"
             ) from None
