@@ -32,6 +32,7 @@ def name() -> Iterator[str]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)  # under a load that is not ours; a minute without
 def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     """The file as it is, two nodes of two ranks: Slurm requeues the job, and no loss differs by a bit."""
     (tmp_path / "run.yaml").write_text(SETTINGS)
