@@ -16,7 +16,9 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
+from mics.doctor.command import DoctorConfig
 from mics.train.settings_file import parse_train_config
+from mics.utils.command_line import parse
 
 ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / "examples" / "launch"
@@ -107,6 +109,7 @@ def test_a_recipe_checks_the_cluster_and_then_trains(
     assert doctor.rdzv_id != train.rdzv_id
     assert (doctor.max_restarts, train.max_restarts) == (0, 3)
     assert doctor.training_script_args == ["doctor", "--config", "run.yaml"]
+    parse(DoctorConfig, doctor.training_script_args[1:], prog="mics doctor").check()
     command, *args = train.training_script_args
     assert command == "train"
     config = parse_train_config(args)
