@@ -25,6 +25,7 @@ OLD_NAMES: Final = {
 OLD_SETTINGS: Final = {
     "plan": {"wire": "reduce_dtype"},
     "train": {
+        "model.size": "model.name",
         "sharding.precision": "sharding.param_dtype",
         "sharding.reduce": "sharding.reduce_dtype",
         "sharding.replica_reduce": "sharding.replica_reduce_dtype",
