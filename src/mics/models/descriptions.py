@@ -19,7 +19,7 @@ from torch import nn
 from mics.errors import SettingsError
 from mics.models import huggingface
 from mics.models.gpt import GPT, GPTConfig
-from mics.models.huggingface import HEADS_NAMES, LENGTH_NAMES, WIDTH_NAMES, Objective, config_number
+from mics.models.huggingface import HEADS_NAMES, WIDTH_NAMES, Objective, config_number
 from mics.models.sizes import GPT_SIZES, find_size
 
 Source = Literal["size", "config", "function"]

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, from their ``config.json``. The package is imported when one is read.
+"""Models of Hugging Face's transformers, from their ``config.json``. One that is read imports the package.
 
 Which objective a config stands for::
 
@@ -57,17 +57,23 @@ def has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
+def check_weights(folder: Path) -> None:
+    """Raise if the weights of a folder are of no format that is read straight into shards."""
+    if not any(folder.glob("*.safetensors")):
+        raise SettingsError(
+            f"--model {folder}: expected weights as safetensors, found pytorch_model.bin; convert them, or "
+            "begin with fresh weights: --model.from-scratch"
+        )
+
+
 def read_config(file: Path) -> dict[str, Any]:
     """The values of a ``config.json``."""
     try:
         described = json.loads(file.read_text())
     except FileNotFoundError:
-        others = sorted(each.name for each in file.parent.iterdir()) if file.parent.is_dir() else []
-        found = f"{', '.join(others[:3])}{', ...' if others[3:] else ''}" if others else "an empty folder"
         raise SettingsError(
-            f"--model: expected {file.name} in {file.parent}, found "
-            f"{found if file.parent.is_dir() else 'no such folder'}; give the folder or the file of a Hugging "
-            "Face config"
+            f"--model: expected {file.name} in {file.parent}, found {_listed(file.parent)}; give the folder or "
+            "the file of a Hugging Face config"
         ) from None
     except OSError as error:
         raise SettingsError(f"--model {file}: {error.strerror or error}") from error
@@ -79,6 +85,14 @@ def read_config(file: Path) -> dict[str, Any]:
             f"{sorted(described) if isinstance(described, dict) else type(described).__name__}"
         )
     return described
+
+
+def _listed(folder: Path) -> str:
+    """What is in a folder, in few words."""
+    if not folder.is_dir():
+        return "no such folder"
+    names = sorted(each.name for each in folder.iterdir())
+    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else "an empty folder"
 
 
 def as_config(described: dict[str, Any], file: Path) -> Any:
