@@ -72,8 +72,8 @@ def read_config(file: Path) -> dict[str, Any]:
         described = json.loads(file.read_text())
     except FileNotFoundError:
         raise SettingsError(
-            f"--model: expected {file.name} in {file.parent}, found {_listed(file.parent)}; give the folder or "
-            "the file of a Hugging Face config"
+            f"--model: expected {file.name} in {file.parent}, found {_listed(file.parent)}; give the "
+            "folder or the file of a Hugging Face config"
         ) from None
     except OSError as error:
         raise SettingsError(f"--model {file}: {error.strerror or error}") from error
