@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mics
 from mics.models.descriptions import describe_model
 from mics.train.config import ModelSettings, TrainConfig
 from mics.train.export import export_folder
 from mics.train.launch import _free_port
-from mics.train.model import build_model, load_weights
+from mics.train.model import build_model
 from mics.train.objective import LanguageModelling
 from tests.ranks import run_ranks
 from tests.toys import seeded
@@ -46,7 +47,7 @@ def _loaded_and_exported(folder: str, out: str) -> tuple[float, float, float]:
     settings = TrainConfig(model=ModelSettings(name=folder), seed=3)
     assert settings.model.weights is not None
     model = build_model(settings, rank=dist.get_rank()).model
-    load_weights(settings.model.weights, model)
+    mics.load(settings.model.weights, model)
     tokens = torch.randint(3, 260, (2, 32), generator=seeded(1))
     model.eval()
     with torch.no_grad():

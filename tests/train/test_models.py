@@ -124,8 +124,8 @@ def test_a_function_says_its_objective() -> None:
     [
         ({"name": "gpt-124"}, r"--model 'gpt-124': expected a named size.*did you mean .*gpt-124m"),
         ({"name": "org/model"}, r"--model org/model: expected a folder.*no such folder; download"),
-        ({"name": "{}"}, r"expected config.json in .*found bin, broken.json, llama, \.\.\.; give"),
-        ({"name": "{}/missing/config.json"}, r"expected config.json in .*missing, found no such folder"),
+        ({"name": "{}"}, r"expected a Hugging Face config.json there, found bin, broken.json, llama, \.\.\."),
+        ({"name": "{}/missing/config.json"}, r"config.json: No such file"),
         ({"name": "{}/broken.json"}, r"broken.json: expected JSON, found"),
         ({"name": "{}/plain.json"}, r"expected a Hugging Face config with model_type, found \['a'\]"),
         ({"name": "{}/t5"}, r"--model t5 \(t5\): expected a causal or a masked language model.*llama"),

@@ -56,7 +56,7 @@ def describe_model(text: str, *, objective: Objective | None = None) -> ModelDes
         if text.endswith(".json"):
             return _of_config(Path(text), folder=None, objective=objective)
         if Path(text).is_dir():
-            return _of_config(Path(text) / huggingface.CONFIG, folder=Path(text), objective=objective)
+            return _of_config(huggingface.config_in(Path(text)), folder=Path(text), objective=objective)
         if ":" in text:
             return _of_function(text, objective)
         if "/" in text:

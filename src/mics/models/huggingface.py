@@ -66,15 +66,22 @@ def check_weights(folder: Path) -> None:
         )
 
 
+def config_in(folder: Path) -> Path:
+    """The config of a folder."""
+    if not (folder / CONFIG).is_file():
+        names = sorted(each.name for each in folder.iterdir())
+        found = f"{', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else "an empty folder"
+        raise SettingsError(
+            f"--model {folder}: expected a Hugging Face {CONFIG} there, found {found}; give the folder of a "
+            "model"
+        )
+    return folder / CONFIG
+
+
 def read_config(file: Path) -> dict[str, Any]:
     """The values of a ``config.json``."""
     try:
         described = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise SettingsError(
-            f"--model: expected {file.name} in {file.parent}, found {_listed(file.parent)}; give the "
-            "folder or the file of a Hugging Face config"
-        ) from None
     except OSError as error:
         raise SettingsError(f"--model {file}: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -85,14 +92,6 @@ def read_config(file: Path) -> dict[str, Any]:
             f"{sorted(described) if isinstance(described, dict) else type(described).__name__}"
         )
     return described
-
-
-def _listed(folder: Path) -> str:
-    """What is in a folder, in few words."""
-    if not folder.is_dir():
-        return "no such folder"
-    names = sorted(each.name for each in folder.iterdir())
-    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else "an empty folder"
 
 
 def as_config(described: dict[str, Any], file: Path) -> Any:

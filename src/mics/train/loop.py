@@ -24,7 +24,7 @@ from mics.train.export import export_folder, is_of_transformers
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
-from mics.train.model import build_model, load_weights
+from mics.train.model import BuiltModel, build_model
 from mics.train.nonfinite import NonfinitePolicy
 from mics.train.objective import LanguageModelling
 from mics.train.ranks import Rank, joined
@@ -93,16 +93,7 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     scaler = torch.amp.GradScaler(me.device.type, enabled=scales)
     nonfinite = NonfinitePolicy(config.optimizer, model, optimizer, scaler)
     setup = Setup.of(model)
-    meter = Meter(
-        sent=lambda: sent_bytes(mics.traffic(model), engine_of(model).topology, me.rank),
-        speedometer=Speedometer(
-            flops_per_token=built.flops_per_token,
-            num_devices=setup.num_gpus or 1,
-            # Against the bf16 peak an fp32 run would only look bad.
-            peak_tflops=peak_tflops(setup.device) if setup.precision == "bf16" else None,
-        ),
-        device=me.device,
-    )
+    meter = _meter(built, setup, me)
     checkpoints = Checkpoints(
         config,
         me,
@@ -112,9 +103,8 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         tell=lambda text: console.print(text, markup=False),
     )
     resumed = checkpoints.resume()
-    if resumed.folder is None and config.model.weights is not None:
-        load_weights(config.model.weights, model)
-        console.print(f"weights of {config.model.weights}", markup=False)
+    if resumed.folder is None:
+        _begin_weights(config, model, console)
     dealing = Dealing.asked(config, num_ranks=me.num_ranks, before=resumed.dealing)
     checkpoints.dealing = dealing
     meter.tokens_per_step = dealing.num_sequences * shape.seq_len
@@ -148,6 +138,28 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         checkpoints=checkpoints,
     )
     return run, resumed
+
+
+def _meter(built: BuiltModel, setup: Setup, me: Rank) -> Meter:
+    model = built.model
+    return Meter(
+        sent=lambda: sent_bytes(mics.traffic(model), engine_of(model).topology, me.rank),
+        speedometer=Speedometer(
+            flops_per_token=built.flops_per_token,
+            num_devices=setup.num_gpus or 1,
+            # Against the bf16 peak an fp32 run would only look bad.
+            peak_tflops=peak_tflops(setup.device) if setup.precision == "bf16" else None,
+        ),
+        device=me.device,
+    )
+
+
+def _begin_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
+    """Of a run that begins: those of the model's folder, each rank what it has of them."""
+    folder = config.model.weights
+    if folder is not None:
+        mics.load(folder, model)
+        console.print(f"weights of {folder}", markup=False)
 
 
 def _objective(config: TrainConfig, model: nn.Module) -> LanguageModelling:

@@ -1,9 +1,8 @@
-"""The model of a run: built on the meta device, sharded, and given the weights of its folder."""
+"""The model of a run: built on the meta device and sharded, with its own initial values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -63,11 +62,6 @@ def seed_rank(seed: int, *, step: int, rank: int) -> None:
     """Begin a rank's own random numbers, which dropout draws from."""
     (state,) = np.random.SeedSequence([seed, step, rank]).generate_state(1)
     torch.manual_seed(int(state))
-
-
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Read the weights of a Hugging Face folder, each rank what it has of them."""
-    mics.load(folder, model)
 
 
 def _flops_per_token(model: nn.Module, described: ModelDescription) -> int:
