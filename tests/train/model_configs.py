@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import run_ranks
+
 _COMMON = {
     "vocab_size": 260,
     "hidden_size": 32,
@@ -48,3 +50,17 @@ def config_file(folder: Path, kind: str, **changes: Any) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps({"model_type": kind, **CONFIGS.get(kind, {}), **changes}))
     return file
+
+
+def import_classes() -> None:
+    """On a rank: what takes long the first time, so that no rank waits for another's imports later."""
+    import transformers
+
+    for name in ("LlamaForCausalLM", "RobertaForMaskedLM", "AutoModelForCausalLM", "AutoModelForMaskedLM"):
+        getattr(transformers, name)
+
+
+@pytest.fixture(scope="module")
+def ready_ranks() -> None:
+    """Ranks that have imported transformers."""
+    run_ranks(4, import_classes, launch="none")

@@ -19,11 +19,12 @@ from mics.train.model import build_model
 from mics.train.objective import LanguageModelling
 from tests.ranks import run_ranks
 from tests.toys import seeded
-from tests.train.model_configs import BOTH, OTHERS, config_file
+from tests.train.model_configs import BOTH, OTHERS, config_file, ready_ranks  # noqa: F401
 from tests.train.rank_runs import train
 from tests.train.test_models import TIED, TiedBackwards
 
 pytest.importorskip("transformers", minversion="5")  # which fill the buffers of models on meta
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 
 
 # -- weights in and out ----------------------------------------------------------------------------------

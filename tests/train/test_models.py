@@ -24,7 +24,7 @@ from mics.train.settings_file import parse_train_config
 from mics.utils.deprecation import new_flags
 from tests.ranks import run_ranks
 from tests.toys import seeded
-from tests.train.model_configs import BOTH, OTHERS, config_file
+from tests.train.model_configs import BOTH, OTHERS, config_file, ready_ranks  # noqa: F401
 
 pytest.importorskip("transformers", minversion="5")  # which fill the buffers of models on meta
 
@@ -197,6 +197,7 @@ def _initial(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", [*BOTH, *OTHERS])
+@pytest.mark.usefixtures("ready_ranks")
 def test_initial_values_do_not_depend_on_the_ranks(tmp_path: Path, kind: str) -> None:
     """To the bit on 1, 2 and 4 ranks; as wide as those of a model that transformers build."""
     file = config_file(tmp_path / "tiny", kind)
@@ -259,6 +260,7 @@ def _masked_step(name: str, num_sequences: int) -> tuple[float, float, dict[str,
     return total.item() / size, validation.item() / size, gradients
 
 
+@pytest.mark.usefixtures("ready_ranks")
 @pytest.mark.parametrize("name", ["roberta", "nano"])
 def test_masked_losses_are_means_over_all_masked_tokens(tmp_path: Path, name: str) -> None:
     """Four ranks find the loss and the gradients of one, however many tokens of each are masked."""
