@@ -19,8 +19,8 @@ from mics.train.checkpoints import Checkpoints, Resumed
 from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing, decode, encode, load_text
 from mics.train.display import Display, RankConsole, Show
-from mics.train.exposure import Exposure
 from mics.train.export import export_folder, is_of_transformers
+from mics.train.exposure import Exposure
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
@@ -30,7 +30,7 @@ from mics.train.objective import LanguageModelling
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
 from mics.train.setup import Setup, describe_run
-from mics.train.sharding import describe_choices, prefetch_news, shard_model
+from mics.train.sharding import describe_choices, prefetch_news
 from mics.train.stopping import LEFT_CODE, Stopping
 from mics.utils.progress import is_live
 

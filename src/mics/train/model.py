@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 from torch import nn
 
-import mics
 from mics.cost.modules import shape_of_module
 from mics.models.descriptions import ModelDescription
 from mics.train.config import TrainConfig
-
-_ACTIVATIONS: Final = {
-    "keep": None,
-    "checkpoint": mics.Activations(),
-    "offload": mics.Activations(offload=True),
-}
-_DTYPES: Final = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+from mics.train.sharding import shard_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +35,7 @@ def build_model(config: TrainConfig, *, rank: int) -> BuiltModel:
         model = described.make()
     matrices = frozenset(name for name, param in model.named_parameters() if param.ndim >= 2)
     flops = _flops_per_token(model, described)
-    mics.shard(
-        model,
-        partition_size=config.sharding.partition_size,
-        optimizer_sharding=config.sharding.optimizer_sharding,
-        precision=mics.Precision(
-            param_dtype=_DTYPES[config.sharding.param_dtype],
-            reduce_dtype=_DTYPES[config.sharding.reduce_dtype] or torch.float32,
-            replica_reduce_dtype=_DTYPES[config.sharding.replica_reduce_dtype],
-        ),
-        activations=_ACTIVATIONS[config.sharding.activations],
-    )
+    shard_model(model, config.sharding)
     seed_rank(config.seed, step=0, rank=rank)
     return BuiltModel(model=model, matrices=matrices, flops_per_token=flops)
 
