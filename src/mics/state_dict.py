@@ -43,7 +43,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     for unit in units:
         flat = unit.full_of_masters(unit.master)
         if keep:
-            for index, value in enumerate(_split(unit, flat)):
+            for index, value in enumerate(split_whole(unit, flat)):
                 whole[id(unit.shards[index])] = value.cpu() if cpu else value.clone()
     if not keep:
         return {}
@@ -99,7 +99,7 @@ def _full_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor | Non
     found = engine.world.gather_objects([engine.shown.of(unit).state is GradState.REDUCED for unit in units])
     for unit, *present in zip(units, *found, strict=True):
         flat = unit.full_of_masters(_step_gradient(engine.shown.of(unit))) if any(present) else None
-        values = [None] * len(unit.shards) if flat is None else _split(unit, flat)
+        values = [None] * len(unit.shards) if flat is None else split_whole(unit, flat)
         for index, (shard, value) in enumerate(zip(unit.shards, values, strict=True)):
             hidden = value is None or not engine.step.any_rank_used(unit, index)
             yield shard, None if hidden else value
@@ -136,7 +136,7 @@ def full_optimizer_state_dict(
             for state, view in zip(own, unit.views_of(local), strict=True):
                 if key in state:
                     view.copy_(state[key])
-            whole = _split(unit, unit.full_of_masters(local))
+            whole = split_whole(unit, unit.full_of_masters(local))
             for entry, value in zip(found, whole, strict=True):
                 if keep and entry.get(key) is SHARDED:
                     entry[key] = value.cpu() if cpu else value.clone()
@@ -167,7 +167,7 @@ def summon_full_params(model: nn.Module, *, write: bool = False) -> Iterator[nn.
         progress.suspended = True
     try:
         for unit, flat in zip(units, flats, strict=True):
-            unit.held.show([nn.Parameter(value, requires_grad=False) for value in _split(unit, flat)])
+            unit.held.show([nn.Parameter(value, requires_grad=False) for value in split_whole(unit, flat)])
         yield model
     finally:
         for progress in parts:
@@ -334,7 +334,8 @@ def _copied(value: Tensor, *, cpu: bool) -> Tensor:
     return value.detach().cpu().clone() if cpu else value.detach().clone()
 
 
-def _split(unit: Unit, flat: Tensor) -> list[Tensor]:
+def split_whole(unit: Unit, flat: Tensor) -> list[Tensor]:
+    """The parameters of a unit in its whole memory."""
     return [flat[slot.start : slot.stop].view(slot.shape) for slot in unit.spec.layout.slots]
 
 

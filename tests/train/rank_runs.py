@@ -16,9 +16,9 @@ from benchmarks.faults.job import SMALL, Job
 from mics.train.launch import _free_port
 from tests.ranks import run_ranks
 
+_SHAPE = ["--model.num-layers", "2", "--model.hidden-size", "32", "--model.seq-len", "32"]
 ARGS = [
     *("--launch.device", "cpu", "--launch.timeout-seconds", "20", "--steps", "12"),
-    *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.seq-len", "32"),
     *("--batch-size", "2", "--micro-steps", "2", "--sharding.partition-size", "2"),
     *("--report.interval", "1", "--report.eval-interval", "5", "--report.eval-batches", "1"),
     *("--report.sample-tokens", "0", "--report.no-save-weights"),
@@ -33,7 +33,8 @@ def train(port: int, args: list[str], trouble: str = "", at_step: int = 0) -> tu
 
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
     shown = io.StringIO()
-    config = parse_train_config([*ARGS, *args])
+    shape = [] if "--model" in args else _SHAPE
+    config = parse_train_config([*ARGS, *shape, *args])
     with contextlib.redirect_stdout(shown), _trouble(trouble, at_step):
         try:
             return run_rank(config), shown.getvalue()

@@ -2,13 +2,11 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from mics.errors import SettingsError
-from mics.models import GPT_SIZES
-from mics.train.config import ModelSettings, ModelSize, TrainConfig
+from mics.train.config import ModelSettings, TrainConfig
 from mics.train.settings_file import parse_train_config
 
 
@@ -44,8 +42,8 @@ def test_null_in_the_file_means_unset(tmp_path: Path) -> None:
             "stepz: 3",
             r"stepz: unknown setting \(did you mean steps\?\); expected one of name, output",
         ),
-        ("model: {sise: nano}", r"model\.sise: unknown setting \(did you mean model\.size\?\)"),
-        ("model: {size: huge}", r"model\.size: expected one of nano, gpt-tiny.*found 'huge'"),
+        ("model: {nme: nano}", r"model\.nme: unknown setting \(did you mean model\.name\?\)"),
+        ("model: {name: huge}", r"--model 'huge': expected a named size.*known: nano, gpt-tiny"),
         ("steps: many", r"steps: expected a whole number, found 'many'"),
         ("steps: true", r"steps: expected a whole number, found True"),
         ("steps: 1.5", r"steps: expected a whole number, found 1.5"),
@@ -83,7 +81,7 @@ def test_a_missing_file_is_named() -> None:
         parse_train_config(["--config", "nowhere.yaml"])
 
 
-@pytest.mark.parametrize("args", [["--stepz", "3"], ["--model.size", "huge"], ["--steps", "0"]])
+@pytest.mark.parametrize("args", [["--stepz", "3"], ["--model", "huge"], ["--steps", "0"]])
 def test_bad_flags_end_with_a_usage_error(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and the flag's name, as command lines do."""
     with pytest.raises(SystemExit) as caught:
@@ -103,20 +101,16 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"--{name.replace('_', '-')}" in text
 
 
-def test_named_sizes_are_the_models() -> None:
-    """The choices in --help are exactly the sizes of the table that predict the next token."""
-    assert set(get_args(ModelSize)) == {name for name, config in GPT_SIZES.items() if config.causal}
-
-
 def test_single_numbers_replace_the_named_size() -> None:
-    """model.size gives the start, the other settings change it."""
-    shape = ModelSettings(size="gpt-124m", num_layers=3).build()
+    """model.name gives the start, the other settings change it."""
+    shape = ModelSettings(name="gpt-124m", num_layers=3).build().gpt
+    assert shape is not None
     assert (shape.num_layers, shape.hidden_size) == (3, 768)
 
 
 def test_the_learning_rate_follows_the_width_unless_given() -> None:
     """Wider models get a smaller rate by default; a given one is taken as it is."""
-    assert TrainConfig(model=ModelSettings(size="gpt-3.6b")).learning_rate < TrainConfig().learning_rate
+    assert TrainConfig(model=ModelSettings(name="gpt-3.6b")).learning_rate < TrainConfig().learning_rate
     assert parse_train_config(["--optimizer.learning-rate", "0.01"]).learning_rate == 0.01
 
 

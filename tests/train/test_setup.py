@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from mics.models import GPT
 from mics.train.config import ModelSettings, TrainConfig
 from mics.train.data import Dealing
 from mics.train.setup import Setup, describe_run, describe_title
@@ -27,7 +26,7 @@ GPUS = Setup(
 def _sharded(options: dict[str, Any]) -> tuple[Setup, int]:
     import mics
 
-    model = GPT(CONFIG.model.build())
+    model = CONFIG.model.build().make()
     numel = sum(param.numel() for param in model.parameters())
     return Setup.of(mics.shard(model, **options)), numel
 
@@ -74,4 +73,4 @@ def test_gpus_that_ranks_share_are_counted_once() -> None:
 
 def test_a_changed_size_is_not_called_by_its_name() -> None:
     """A named size of which a number was replaced says so."""
-    assert (ModelSettings().name, CONFIG.model.name) == ("nano", "nano (changed)")
+    assert (ModelSettings().title, CONFIG.model.title) == ("nano", "nano (changed)")

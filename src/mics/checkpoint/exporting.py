@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 import mics.checkpoint.folders as folders
 from mics.checkpoint.files import sync_folder, write_durably
@@ -70,22 +71,30 @@ def plan_export(
     called = tensors_of_model(index)
     if not called:
         raise CheckpointError(f"{folder}: expected the tensors of a model, found none")
-    shards: list[list[Planned]] = [[]]
-    room = shard_nbytes
+    tensors = []
     for name, key in called.items():
         stored = index.tensors[key]
         convert = dtype is not None and stored.dtype.is_floating_point
-        planned = Planned(name=name, dtype=dtype if convert and dtype else stored.dtype, shape=stored.shape)
+        wanted = dtype if convert and dtype else stored.dtype
+        tensors.append(Planned(name=name, dtype=wanted, shape=stored.shape))
+    files = divide_files(tensors, shard_nbytes=shard_nbytes)
+    return Exporting(folder=folder, index=index, called=called, files=files)
+
+
+def divide_files(tensors: Iterable[Planned], *, shard_nbytes: int) -> dict[str, list[Planned]]:
+    """Tensors in files of at most ``shard_nbytes``, or of one tensor."""
+    shards: list[list[Planned]] = [[]]
+    room = shard_nbytes
+    for planned in tensors:
         if shards[-1] and planned.nbytes > room:
             shards.append([])
             room = shard_nbytes
         shards[-1].append(planned)
         room -= planned.nbytes
-    files = {
+    return {
         f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
         for number, shard in enumerate(shards, start=1)
     }
-    return Exporting(folder=folder, index=index, called=called, files=files)
 
 
 def write_export(
@@ -125,24 +134,44 @@ def _write_file(
     reader: PartReader,
     progress: Callable[[int], None] | None,
 ) -> None:
-    beginning, places, length = plan_file(planned)
-    with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, length)  # a full disk is an error here, not a signal later
-        memory = mmap.mmap(file.fileno(), length)
-        memory[: len(beginning)] = beginning
-        wanted = [
-            (_part_in(memory, places[tensor.name], tensor), exporting.called[tensor.name])
-            for tensor in planned
-            if tensor.nbytes
-        ]
-        reader.read(reader.plan(wanted), progress)
-        memory.flush()
-        os.fsync(file.fileno())
+    file = MappedFile(path, planned)
+    wanted = [
+        (_part_of(tensor, file.values[tensor.name]), exporting.called[tensor.name])
+        for tensor in planned
+        if tensor.nbytes
+    ]
+    reader.read(reader.plan(wanted), progress)
+    file.finish()
 
 
-def _part_in(memory: mmap.mmap, place: int, tensor: Planned) -> TensorPart:
+class MappedFile:
+    """A file of safetensors at its full length, mapped: what is written to ``values`` is in it."""
+
+    def __init__(self, path: Path, tensors: Sequence[Planned]) -> None:
+        beginning, places, length = plan_file(tensors)
+        self._path = path
+        with path.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, length)  # a full disk is an error here, not a signal later
+            self._memory = mmap.mmap(file.fileno(), length)
+        self._memory[: len(beginning)] = beginning
+        self.values = {
+            tensor.name: self._values(tensor, places[tensor.name]) for tensor in tensors if tensor.nbytes
+        }
+        """Of each tensor all elements, [numel]."""
+
+    def finish(self) -> None:
+        """Have everything on disk."""
+        self._memory.flush()
+        with self._path.open("r+b") as file:
+            os.fsync(file.fileno())
+
+    def _values(self, tensor: Planned, place: int) -> Tensor:
+        raw = torch.frombuffer(self._memory, dtype=torch.uint8, offset=place, count=tensor.nbytes)
+        return raw.view(tensor.dtype)
+
+
+def _part_of(tensor: Planned, values: Tensor) -> TensorPart:
     """All of a tensor, in its place in a file."""
-    values = torch.frombuffer(memory, dtype=torch.uint8, offset=place, count=tensor.nbytes).view(tensor.dtype)
     return TensorPart(name=tensor.name, shape=tensor.shape, span=range(values.numel()), values=values)
 
 
@@ -155,8 +184,12 @@ def _beside(config: Path) -> list[Path]:
         raise SettingsError(
             f"--config {config}: expected a {_CONFIG} or a folder that has one, found {found}"
         )
-    found_files = {file for pattern in _BESIDE for file in config.glob(pattern) if file.is_file()}
-    return sorted(found_files)
+    return files_beside(config)
+
+
+def files_beside(folder: Path) -> list[Path]:
+    """Config, generation settings and tokenizer in a folder, as far as they are there."""
+    return sorted({file for pattern in _BESIDE for file in folder.glob(pattern) if file.is_file()})
 
 
 def _tell_dtype(file: Path, shards: Iterable[Iterable[Planned]]) -> None:

@@ -7,12 +7,10 @@ backward, and what of that is its input.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Final, Literal
 
-from mics.errors import SettingsError
-from mics.models import GPT_SIZES, PUBLISHED_SIZES, GPTConfig
+from mics.models import GPT_SIZES, PUBLISHED_SIZES, GPTConfig, find_size
 
 UnitKind = Literal["block", "embedding", "head", "other"]
 _BLOCK_SAVED: Final = 16  # x hidden: input, two norms, qkv (3), attention, residual, up (4), its GELU (4)
@@ -197,11 +195,4 @@ NAMES: Final = tuple(GPT_SIZES)
 
 def named_shape(name: str, *, seq_len: int | None = None) -> ModelShape:
     """A model by name."""
-    if name in GPT_SIZES:
-        return shape_of_config(name, GPT_SIZES[name], seq_len=seq_len, biases=name in PUBLISHED_SIZES)
-    near = get_close_matches(name, NAMES, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}? Known: " if near else "known: "
-    raise SettingsError(
-        f"--model {name!r}: expected a named size, a config.json or module:function, found neither; "
-        f"{hint}{', '.join(NAMES)}"
-    )
+    return shape_of_config(name, find_size(name), seq_len=seq_len, biases=name in PUBLISHED_SIZES)

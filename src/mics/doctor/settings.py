@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES
-from mics.cost.shapes import shape_of_config
+from mics.cost.modules import shape_of_description
 from mics.doctor.examination import RunSettings
 from mics.doctor.survey import Wishes
 from mics.errors import SettingsError
@@ -41,4 +41,4 @@ def _wishes(train: TrainConfig, checkpoint_dir: Path | None, *, known: bool) -> 
 
 def num_parameters(train: TrainConfig) -> int:
     """Of the model that the settings describe."""
-    return shape_of_config(train.model.name, train.model.build()).num_parameters
+    return shape_of_description(train.model.build()).num_parameters

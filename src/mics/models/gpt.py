@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mics.models.loss import cross_entropy
+from mics.models.sampling import sample_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,6 @@ class GPT(nn.Module):
             return cross_entropy(logits.flatten(0, 1), targets.flatten())
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -215,17 +215,15 @@ class GPT(nn.Module):
 
         It calls the module itself, so hooks run, and the same number of forwards on every rank.
         """
-        for _ in range(num_new):
-            logits = self(tokens[:, -self.config.seq_len :])[:, -1].float()
-            if top_k is not None and top_k < logits.shape[-1]:
-                kth_best = logits.topk(top_k).values[:, -1:]
-                logits = logits.masked_fill(logits < kth_best, -math.inf)
-            if temperature == 0.0:
-                chosen = logits.argmax(dim=-1, keepdim=True)
-            else:
-                chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-            tokens = torch.cat((tokens, chosen), dim=1)
-        return tokens
+        return sample_tokens(
+            self,
+            tokens,
+            num_new,
+            seq_len=self.config.seq_len,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+        )
 
 
 def _residual_std(config: GPTConfig) -> float:

@@ -14,14 +14,22 @@ _PIECE_NUMEL: Final = 1 << 26  # float32: 256 MiB
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, piece_numel: int = _PIECE_NUMEL
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    divisor: Tensor | None = None,
+    piece_numel: int = _PIECE_NUMEL,
 ) -> Tensor:
     """The mean cross-entropy of logits [row, class] in any format, in float32.
 
-    As ``F.cross_entropy(logits.float(), targets)``, with a gradient in the logits' format.
+    As ``F.cross_entropy(logits.float(), targets)``, with a gradient in the logits' format. With ``divisor``,
+    the sum is divided by it and not by the number of targets that count.
     """
     num_rows = max(1, piece_numel // logits.shape[-1])
-    loss: Tensor = _InPieces.apply(logits, targets, ignore_index, num_rows)  # type: ignore[no-untyped-call]
+    loss: Tensor = _InPieces.apply(  # type: ignore[no-untyped-call]
+        logits, targets, ignore_index, num_rows, divisor
+    )
     return loss
 
 
@@ -29,7 +37,9 @@ class _InPieces(torch.autograd.Function):
     """Keeps the logits and the logarithm of each row's sum; the softmax is made again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, num_rows: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, num_rows: int, divisor: Tensor | None
+    ) -> Tensor:
         sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(sums)
         counts = targets != ignore_index
@@ -39,14 +49,14 @@ class _InPieces(torch.autograd.Function):
             piece = logits[rows].float()
             sums[rows] = piece.logsumexp(-1)
             losses[rows] = sums[rows] - piece.gather(-1, chosen[rows])[:, 0]
-        num_counted = counts.sum()
+        num_counted = counts.sum() if divisor is None else divisor
         ctx.save_for_backward(logits, chosen, counts, sums, num_counted)
         ctx.num_rows = num_rows
         return losses.where(counts, 0.0).sum() / num_counted
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, chosen, counts, sums, num_counted = ctx.saved_tensors
         scales = (counts * (grad / num_counted))[:, None]
         found = torch.empty_like(logits)
@@ -55,4 +65,4 @@ class _InPieces(torch.autograd.Function):
             piece = logits[rows].float().sub_(sums[rows, None]).exp_()
             piece.scatter_add_(-1, chosen[rows], piece.new_full((1, 1), -1.0).expand_as(chosen[rows]))
             found[rows] = piece.mul_(scales[rows])
-        return found, None, None, None
+        return found, None, None, None, None

@@ -1,8 +1,10 @@
 """Models by name: one table for training, planning, benchmarks and the emulator."""
 
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
+from mics.errors import SettingsError
 from mics.models.gpt import GPTConfig
 
 # 50257 tokens of the GPT-2 vocabulary rounded up to a multiple of 128, which matrix kernels prefer.
@@ -92,3 +94,15 @@ GPT_SIZES: Final = MappingProxyType(
     }
 )
 """Every named size. Its name says roughly how many parameters it has, ``num_parameters`` says exactly."""
+
+
+def find_size(name: str) -> GPTConfig:
+    """A named size, or an error with names that are near."""
+    if name in GPT_SIZES:
+        return GPT_SIZES[name]
+    near = get_close_matches(name, GPT_SIZES, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}? Known: " if near else "known: "
+    raise SettingsError(
+        f"--model {name!r}: expected a named size, a folder or file of a Hugging Face config, or "
+        f"module:function, found none of them; {hint}{', '.join(GPT_SIZES)}"
+    )

@@ -32,7 +32,10 @@ from mics.utils.global_batch import AskedBatch, GlobalBatch
 from mics.utils.numbers import TokenCount, count
 from mics.utils.progress import long_work
 
-_MODELS = f"{', '.join(NAMES)}; a Hugging Face config.json; or module:function that builds an nn.Module"
+_MODELS = (
+    f"{', '.join(NAMES)}; a Hugging Face config.json or a folder with one; or module:function that builds an "
+    "nn.Module"
+)
 _CLUSTERS = f"NAME:NODES or FILE.yaml:NODES (NAME alone with --nodes); names: {', '.join(PRESETS)}"
 
 

@@ -161,7 +161,11 @@ def _fill_buffers(model: nn.Module, module: nn.Module, names: list[str]) -> None
 
 
 class _Holding:
-    """Modules hold ``real`` parameters inside this context instead of those on meta."""
+    """Modules hold ``real`` parameters inside this context instead of those on meta.
+
+    A parameter that an embedding shares with a head is real in the embedding alone. Models tie their weights
+    after the initialisers, and keep the embedding's values: a head's would overwrite the row for padding.
+    """
 
     def __init__(self, site: Site, real: dict[int, nn.Parameter]) -> None:
         self._site = site
@@ -169,7 +173,8 @@ class _Holding:
 
     def __enter__(self) -> None:
         for ref in self._site.params:
-            for module, attribute in ref.places:
+            embeddings = [place for place in ref.places if isinstance(place[0], nn.Embedding)]
+            for module, attribute in embeddings or ref.places:
                 module._parameters[attribute] = self._real[id(ref.param)]
 
     def __exit__(self, *exc: object) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ from mics.checkpoint.opening import find_checkpoint
 from mics.comm import join_world
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing
+from mics.train.model import seed_rank
 from mics.train.ranks import Rank
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class Checkpoints:
         step, dealing = place.step.value, place.dealing.value
         if dealing.num_ranks != self._me.num_ranks:
             # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
-            torch.manual_seed(self._config.seed + step)
+            seed_rank(self._config.seed, step=step, rank=self._me.rank)
         if own and self._me.rank == 0:
             _forget_later(self._config.checkpoint_dir, folder)
         self._tell(f"going on from {folder}, after step {step}")

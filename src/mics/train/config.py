@@ -3,23 +3,20 @@
 The docstrings under the fields are the text of ``mics train --help``. ``settings_file`` reads YAML.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import tyro
 
 from mics.errors import SettingsError
-from mics.models import GPT_SIZES, GPTConfig
+from mics.models import GPTConfig
+from mics.models.descriptions import ModelDescription, describe_model, describe_size
+from mics.models.huggingface import check_weights, refuse_kind
 from mics.utils.global_batch import AskedBatch
 from mics.utils.numbers import TokenCount
 
-# Written out because a type checker and ``--help`` need it; a test holds it equal to the table of sizes, of
-# which those predict the next token: BERT's see it.
-ModelSize = Literal[
-    "nano", "gpt-tiny", "gpt-small", "gpt-118m", "gpt-124m", "gpt-350m", "gpt-1.3b", "gpt-3.6b", "gpt-6.7b",
-    "gpt-13b", "gpt-20b", "gpt2-20b", "gpt-30b", "gpt-66b", "gpt-100b", "gpt-175b", "gpt-530b", "gpt-1t",
-]  # fmt: skip
+_OF_SIZES: Final = ("num_layers", "num_heads", "hidden_size", "vocab_size", "dropout")
 
 
 def _require(condition: bool, key: str, expected: str, found: object) -> None:
@@ -29,10 +26,15 @@ def _require(condition: bool, key: str, expected: str, found: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model: a named size, of which single numbers may be replaced."""
+    """The model, as ``mics plan`` takes it too. Of a named size, single numbers may be replaced."""
 
-    size: ModelSize = "nano"
-    """Named size to start from."""
+    name: Annotated[str, tyro.conf.arg(aliases=["--model"])] = "nano"
+    """A named size (nano, gpt-1.3b, roberta-10b, ...), a Hugging Face config.json or a folder with one (its
+    safetensors are loaded), or module:function that builds an nn.Module."""
+    objective: Literal["auto", "causal", "masked"] = "auto"
+    """What to predict: the next token, or masked ones; auto: what the model is for."""
+    from_scratch: bool = False
+    """Begin with fresh weights, also where the model's folder has some."""
     num_layers: int | None = None
     """Transformer layers; unset takes the named size's."""
     num_heads: int | None = None
@@ -42,27 +44,61 @@ class ModelSettings:
     vocab_size: int | None = None
     """Vocabulary size, at least 256 since the data is bytes; unset takes the named size's."""
     seq_len: int | None = None
-    """Tokens per sequence; unset takes the named size's."""
+    """Tokens per sequence; unset takes the model's."""
     dropout: float | None = None
     """Dropout probability, in [0, 1); unset takes the named size's."""
 
     def __post_init__(self) -> None:
-        config = self.build()
+        found = self.build()
+        if found.objective is None:
+            raise refuse_kind(found.title)
         _require(
-            config.vocab_size >= 256,
+            found.seq_len > 0, "model.seq_len", f"the tokens per sequence of {found.title}", self.seq_len
+        )
+        _require(
+            found.vocab_size == 0 or found.vocab_size >= 256,
             "model.vocab_size",
             "at least 256 (the data is bytes)",
-            config.vocab_size,
+            found.vocab_size,
         )
+        if found.weights is not None and not self.from_scratch:
+            check_weights(found.weights)
 
     @property
-    def name(self) -> str:
+    def title(self) -> str:
         """What a reader calls it: the named size, or that it is another."""
-        return self.size if self.build() == GPT_SIZES[self.size] else f"{self.size} (changed)"
+        return self.build().title
 
-    def build(self) -> GPTConfig:
+    @property
+    def weights(self) -> Path | None:
+        """The folder whose weights the run begins with."""
+        return None if self.from_scratch else self.build().weights
+
+    def build(self) -> ModelDescription:
         """The full description of the model."""
-        base = GPT_SIZES[self.size]
+        objective = None if self.objective == "auto" else self.objective
+        found = describe_model(self.name, objective=objective)
+        if found.gpt is not None:
+            return describe_size(self.name, self._changed(found.gpt))
+        for name in _OF_SIZES:
+            _require(
+                getattr(self, name) is None,
+                f"model.{name}",
+                f"it unset, since only named sizes can be changed and {self.name} is none; change the model",
+                getattr(self, name),
+            )
+        if self.seq_len is None:
+            return found
+        _require(self.seq_len >= 1, "model.seq_len", "at least 1", self.seq_len)
+        _require(
+            not 0 < found.seq_len < self.seq_len,
+            "model.seq_len",
+            f"at most the {found.seq_len} positions of {found.title}",
+            self.seq_len,
+        )
+        return replace(found, seq_len=self.seq_len)
+
+    def _changed(self, base: GPTConfig) -> GPTConfig:
         values = {
             name: getattr(base, name) if getattr(self, name, None) is None else getattr(self, name)
             for name in GPTConfig.__dataclass_fields__
@@ -185,7 +221,8 @@ class ReportSettings:
     temperature: float = 0.7
     """Sampling temperature; 0 is greedy."""
     save_weights: bool = True
-    """Write the trained weights to model.pt: an ordinary state dict of full tensors."""
+    """Write the trained weights: of models of transformers the folder hf, which from_pretrained loads, of
+    others model.pt, an ordinary state dict of full tensors."""
 
     def __post_init__(self) -> None:
         for name in ("interval", "eval_batches"):
@@ -258,7 +295,7 @@ class LaunchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a GPT on a text with mics.
+    """Train a language model on a text with mics.
 
     Without a launcher this starts its own ranks: one per GPU on a machine with several GPUs, otherwise four
     that simulate two nodes of two. With --nodes it starts those of this host with torchrun, and prints the

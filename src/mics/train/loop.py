@@ -1,9 +1,10 @@
 """The training loop: join the ranks, build and shard the model, train, then show what came of it."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -12,21 +13,24 @@ from torch import Tensor, nn
 import mics
 from mics.engine import engine_of
 from mics.errors import SettingsError
-from mics.models import GPT
+from mics.models.sampling import sample_tokens
 from mics.train.board import Board
 from mics.train.checkpoints import Checkpoints, Resumed
 from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing, decode, encode, load_text
 from mics.train.display import Display, RankConsole, Show
+from mics.train.export import export_folder, is_of_transformers
 from mics.train.exposure import ExposureMeter
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
+from mics.train.model import BuiltModel, build_model
 from mics.train.nonfinite import NonfinitePolicy
+from mics.train.objective import LanguageModelling
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
 from mics.train.setup import Setup, describe_run
-from mics.train.sharding import describe_choices, prefetch_news, shard_model
+from mics.train.sharding import describe_choices, prefetch_news
 from mics.train.stopping import LEFT_CODE, Stopping
 from mics.utils.progress import is_live
 
@@ -67,7 +71,8 @@ class _Run:
     me: Rank
     dealing: Dealing
     setup: Setup
-    model: GPT
+    model: nn.Module
+    objective: LanguageModelling
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     batches: Batches
@@ -80,23 +85,15 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     """Build everything, and take it to where the run goes on."""
     shape = config.model.build()
     text = load_text(config.data.text, validation_share=config.data.validation_share, seq_len=shape.seq_len)
-    model, matrices = _build_model(config)
-    optimizer = _build_optimizer(model, config, decayed=matrices)
+    built = build_model(config, rank=me.rank)
+    model = built.model
+    optimizer = _build_optimizer(model, config, decayed=built.matrices)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate(config))
     scales = config.sharding.param_dtype == "fp16"
     scaler = torch.amp.GradScaler(me.device.type, enabled=scales)
     nonfinite = NonfinitePolicy(config.optimizer, model, optimizer, scaler)
     setup = Setup.of(model)
-    meter = Meter(
-        sent=lambda: sent_bytes(mics.traffic(model), engine_of(model).topology, me.rank),
-        speedometer=Speedometer(
-            flops_per_token=shape.flops_per_token,
-            num_devices=setup.num_gpus or 1,
-            # Against the bf16 peak an fp32 run would only look bad.
-            peak_tflops=peak_tflops(setup.device) if setup.precision == "bf16" else None,
-        ),
-        device=me.device,
-    )
+    meter = _meter(built, setup, me)
     checkpoints = Checkpoints(
         config,
         me,
@@ -106,6 +103,8 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         tell=lambda text: console.print(text, markup=False),
     )
     resumed = checkpoints.resume()
+    if resumed.folder is None:
+        _begin_weights(config, model, console)
     dealing = Dealing.asked(config, num_ranks=me.num_ranks, before=resumed.dealing)
     checkpoints.dealing = dealing
     meter.tokens_per_step = dealing.num_sequences * shape.seq_len
@@ -121,6 +120,7 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         me=me,
         setup=setup,
         model=model,
+        objective=_objective(config, model),
         optimizer=optimizer,
         scheduler=scheduler,
         batches=Batches(
@@ -140,16 +140,32 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     return run, resumed
 
 
-def _build_model(config: TrainConfig) -> tuple[GPT, set[str]]:
-    """The sharded model, and the names of its matrices."""
-    # On the meta device the model takes no memory: each unit is given its values when it is sharded, so no
-    # rank ever holds the whole. The seed makes those values the same in every run.
-    torch.manual_seed(config.seed)
-    with torch.device("meta"):
-        model = GPT(config.model.build())
-    matrices = {name for name, param in model.named_parameters() if param.ndim >= 2}
-    shard_model(model, config.sharding)
-    return model, matrices
+def _meter(built: BuiltModel, setup: Setup, me: Rank) -> Meter:
+    model = built.model
+    return Meter(
+        sent=lambda: sent_bytes(mics.traffic(model), engine_of(model).topology, me.rank),
+        speedometer=Speedometer(
+            flops_per_token=built.flops_per_token,
+            num_devices=setup.num_gpus or 1,
+            # Against the bf16 peak an fp32 run would only look bad.
+            peak_tflops=peak_tflops(setup.device) if setup.precision == "bf16" else None,
+        ),
+        device=me.device,
+    )
+
+
+def _begin_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
+    """Of a run that begins: those of the model's folder, each rank what it has of them."""
+    folder = config.model.weights
+    if folder is not None:
+        mics.load(folder, model)
+        console.print(f"weights of {folder}", markup=False)
+
+
+def _objective(config: TrainConfig, model: nn.Module) -> LanguageModelling:
+    objective = config.model.build().objective
+    assert objective is not None, "settings refuse such a model"
+    return LanguageModelling(model, objective)
 
 
 def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None) -> tuple[History, int]:
@@ -211,10 +227,23 @@ def _finish(run: _Run, console: Console, history: History) -> None:
         console.print("writing results")
     run.checkpoints.finish_training()
     sample = _sample(run)
-    weights = mics.full_state_dict(run.model) if run.config.report.save_weights else {}
+    folder, weights = _save_weights(run)
     if run.me.rank == 0:
-        paths = write_results(run.config, run.setup, history, sample=sample, weights=weights)
+        paths = write_results(
+            run.config, run.setup, history, sample=sample, weights=weights, weights_folder=folder
+        )
         show_results(console, history, sample=sample, paths=paths)
+
+
+def _save_weights(run: _Run) -> tuple[Path | None, dict[str, Tensor]]:
+    """Export a model of transformers to its folder. Of others, the whole tensors on rank 0."""
+    if not run.config.report.save_weights:
+        return None, {}
+    if not is_of_transformers(run.model):
+        return None, mics.full_state_dict(run.model)
+    folder = run.config.run_dir / "hf"
+    export_folder(run.model, folder, sources=[run.config.model.build().folder])
+    return folder, {}
 
 
 def _leave(run: _Run, console: Console, step: int, *, saved_step: int) -> None:
@@ -231,8 +260,9 @@ def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
     batches = run.batches.train(step)
     step_loss = torch.zeros((), dtype=torch.float32, device=run.me.device)
     run.model.train()
-    for tokens, targets in mics.microsteps(run.model, batches):
-        loss = run.model(tokens, targets) / len(batches)
+    divisor = run.objective.divisor(batches)
+    for batch in mics.microsteps(run.model, batches):
+        loss = run.objective.loss(batch, divisor=divisor, num_batches=len(batches))
         run.nonfinite.scale(loss).backward()
         step_loss += loss.detach()
     run.nonfinite.unscale_()
@@ -251,8 +281,8 @@ def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
 def _validate(run: _Run) -> float:
     """The mean loss over the validation batches of all ranks."""
     run.model.eval()
-    losses = [run.model(*batch) for batch in run.batches.validation(run.config.report.eval_batches)]
-    return mean_over_ranks(torch.stack(losses).mean())
+    batches = run.batches.validation(run.config.report.eval_batches)
+    return mean_over_ranks(run.objective.mean_loss(batches))
 
 
 def _sample(run: _Run) -> str:
@@ -262,19 +292,21 @@ def _sample(run: _Run) -> str:
     they all arrive at the same text.
     """
     report = run.config.report
-    if report.sample_tokens == 0:
+    if report.sample_tokens == 0 or run.objective.objective == "masked":
         return ""
     run.model.eval()
-    tokens = run.model.generate(
+    tokens = sample_tokens(
+        run.objective.logits,
         torch.tensor([encode(report.prompt)], dtype=torch.int64, device=run.me.device),
         report.sample_tokens,
+        seq_len=run.config.model.build().seq_len,
         temperature=report.temperature,
         generator=torch.Generator(run.me.device).manual_seed(run.config.seed),
     )
     return decode(tokens[0].tolist())
 
 
-def _build_optimizer(model: nn.Module, config: TrainConfig, *, decayed: set[str]) -> torch.optim.AdamW:
+def _build_optimizer(model: nn.Module, config: TrainConfig, *, decayed: Set[str]) -> torch.optim.AdamW:
     """AdamW that decays the matrices; decaying a norm's scale towards zero would only fight the norm."""
     settings, named = config.optimizer, dict(model.named_parameters())
     groups = [

@@ -111,16 +111,25 @@ class ResultPaths:
 
 
 def write_results(
-    config: TrainConfig, setup: Setup, history: History, *, sample: str, weights: Mapping[str, Tensor]
+    config: TrainConfig,
+    setup: Setup,
+    history: History,
+    *,
+    sample: str,
+    weights: Mapping[str, Tensor],
+    weights_folder: Path | None = None,
 ) -> ResultPaths:
-    """Write the summary, the picture and the weights; the measurements are on disk already."""
+    """Write the summary, the picture and the weights; the measurements are on disk already.
+
+    ``weights_folder``: where the weights are already.
+    """
     from mics.train.picture import draw_run  # matplotlib takes a while to import, and only rank 0 draws
 
     paths = ResultPaths(
         metrics=config.run_dir / "metrics.jsonl",
         summary=config.run_dir / "run.json",
         picture=config.run_dir / "run.png",
-        weights=config.run_dir / "model.pt" if weights else None,
+        weights=config.run_dir / "model.pt" if weights else weights_folder,
         events=config.run_dir / "tensorboard" if config.report.logger == "tensorboard" else None,
     )
     last = history.measurements[-1]
@@ -145,8 +154,8 @@ def write_results(
         title=describe_title(config, setup),
         on_gpu=setup.on_gpu,
     )
-    if paths.weights is not None:
-        torch.save(dict(weights), paths.weights)
+    if weights:
+        torch.save(dict(weights), config.run_dir / "model.pt")
     return paths
 
 

@@ -93,7 +93,7 @@ def describe_run(config: TrainConfig, setup: Setup, dealing: Dealing) -> str:
         asked_tokens=config.global_batch_tokens,
     )
     return (
-        f"mics {mics.__version__}: {config.model.name}, {count(setup.num_parameters)} parameters, "
+        f"mics {mics.__version__}: {config.model.title}, {count(setup.num_parameters)} parameters, "
         f"{setup.precision}\n"
         f"{plural(setup.num_ranks, 'rank')} = {_nodes(setup)} ({device}), "
         f"partition groups of {setup.partition_size}, replication groups of {setup.num_replicas}\n"
@@ -104,7 +104,7 @@ def describe_run(config: TrainConfig, setup: Setup, dealing: Dealing) -> str:
 
 def describe_title(config: TrainConfig, setup: Setup) -> str:
     return (
-        f"{config.name}: {config.model.name} on {plural(setup.num_ranks, 'rank')} ({_nodes(setup)}), "
+        f"{config.name}: {config.model.title} on {plural(setup.num_ranks, 'rank')} ({_nodes(setup)}), "
         f"partition size {setup.partition_size}"
     )
 

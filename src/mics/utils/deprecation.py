@@ -26,6 +26,7 @@ OLD_SETTINGS: Final = {
     "plan": {"wire": "reduce_dtype"},
     "train": {
         "launch.nodes": "launch.simulated_nodes",
+        "model.size": "model.name",
         "sharding.precision": "sharding.param_dtype",
         "sharding.reduce": "sharding.reduce_dtype",
         "sharding.replica_reduce": "sharding.replica_reduce_dtype",

@@ -11,12 +11,13 @@ PACKAGES: Final = {
     "cli": ("rich", "tyro", "yaml"),
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
+    "transformers": ("transformers",),
     "wandb": ("wandb",),
 }
 """What is imported of each extra. pyproject.toml has the versions."""
 
 
-def require(extra: Literal["cli", "plot", "tensorboard", "wandb"], what: str) -> None:
+def require(extra: Literal["cli", "plot", "tensorboard", "transformers", "wandb"], what: str) -> None:
     """Raise if a package of the extra is not installed. ``what`` needs it."""
     missing = [package for package in PACKAGES[extra] if find_spec(package) is None]
     if missing:

@@ -1,0 +1,121 @@
+"""From a sharded model in memory to a folder of safetensors, one unit at a time.
+
+The first rank maps the files at their full length and writes each unit to its places there. No rank holds
+more than one whole unit, and pages of the files leave the host's memory as they are written to disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+import mics.checkpoint.folders as folders
+from mics.checkpoint.contents import Contents, contents_of
+from mics.checkpoint.exporting import MappedFile, divide_files
+from mics.checkpoint.files import sync_folder, write_durably
+from mics.checkpoint.formats.safetensors_files import MAP_NAME, Planned, map_text
+from mics.checkpoint.saving import engine_in, join_hosts
+from mics.checkpoint.together import together
+from mics.comm.journal import collective_call
+from mics.errors import CheckpointError
+from mics.guard import plainly
+from mics.sharding.unit import Unit
+from mics.state_dict import split_whole
+from mics.utils.progress import long_work
+
+_SHARD_NBYTES: Final = 5 * 10**9
+_WHAT: Final = "export"
+
+
+@collective_call
+def export_model(
+    model: nn.Module,
+    out: Path,
+    *,
+    beside: Callable[[Path], None],
+    shard_nbytes: int = _SHARD_NBYTES,
+) -> None:
+    """Write a sharded model to ``out``, parameters in master precision. All ranks must call it.
+
+    ``beside`` writes what belongs to it (config, tokenizer) into a folder, on the first rank. ``out`` has its
+    name when everything in it is on disk; a folder of that name is replaced then.
+    """
+    world, host = join_hosts(_WHAT)
+    engine = engine_in(world, model, _WHAT)
+    with torch.inference_mode(False), torch.no_grad(), plainly():
+        contents = contents_of(model, engine)
+        first = world.rank == 0
+        writing = together(host, _WHAT, lambda: _Writing(out, contents, shard_nbytes) if first else None)
+        nbytes = sum(unit.spec.layout.numel * unit.master.element_size() for unit in engine.members.units())
+        with long_work(f"{_WHAT} {out}", nbytes if first else 0) as work:
+            for unit in engine.members.units():
+                flat = unit.full_of_masters(unit.master)
+                if writing is not None:
+                    writing.take(unit, flat)
+                    work.advance(unit.spec.layout.numel * unit.master.element_size())
+        together(host, _WHAT, lambda: None if writing is None else writing.finish(beside))
+
+
+class _Writing:
+    """The first rank's part: what fails is raised at the end, since the other ranks wait for each unit."""
+
+    def __init__(self, out: Path, contents: Contents, shard_nbytes: int) -> None:
+        self._out = out
+        self._buffers = contents.buffers
+        self._places = {id(held.shard): held.name for held in contents.params}
+        planned = [
+            Planned(name=held.name, dtype=held.unit.master.dtype, shape=held.shape)
+            for held in contents.params
+        ]
+        planned += [
+            Planned(name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
+            for name, buffer in contents.buffers.items()
+        ]
+        self._error: Exception | None = None
+        self._tensors = divide_files(planned, shard_nbytes=shard_nbytes)
+        try:
+            self._partial = folders.begin(out)
+            self._files = [MappedFile(self._partial / name, each) for name, each in self._tensors.items()]
+        except OSError as error:
+            raise self._failed(error) from error
+        self._values: dict[str, Tensor] = {}
+        for file in self._files:
+            self._values.update(file.values)
+
+    def take(self, unit: Unit, flat: Tensor) -> None:
+        """Write one unit."""
+        if self._error is not None:
+            return
+        try:
+            for shard, value in zip(unit.shards, split_whole(unit, flat), strict=True):
+                name = self._places.get(id(shard))
+                if name in self._values:
+                    self._values[name].copy_(value.reshape(-1))
+        except (OSError, RuntimeError) as error:
+            self._error = error
+
+    def finish(self, beside: Callable[[Path], None]) -> None:
+        """Have the folder under its name."""
+        try:
+            if self._error is not None:
+                raise self._error
+            for name, buffer in self._buffers.items():
+                if name in self._values:
+                    self._values[name].copy_(buffer.reshape(-1))
+            for file in self._files:
+                file.finish()
+            write_durably(self._partial / MAP_NAME, map_text(self._tensors).encode())
+            beside(self._partial)
+            sync_folder(self._partial)
+            folders.publish(self._out)
+        except (OSError, RuntimeError) as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        folders.abandon(self._out)
+        reason = error.strerror if isinstance(error, OSError) else None
+        return CheckpointError(f"{self._out}: could not be written: {reason or error}")

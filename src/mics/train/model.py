@@ -1,0 +1,55 @@
+"""The model of a run: built on the meta device and sharded, with its own initial values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from mics.cost.modules import shape_of_module
+from mics.models.descriptions import ModelDescription
+from mics.train.config import TrainConfig
+from mics.train.sharding import shard_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A sharded model, and what was known of it before."""
+
+    model: nn.Module
+    matrices: frozenset[str]
+    """Names of parameters that are decayed."""
+    flops_per_token: int
+    """Of a forward and a backward."""
+
+
+def build_model(config: TrainConfig, *, rank: int) -> BuiltModel:
+    """The sharded model with its initial values, which depend on the seed alone."""
+    # On the meta device the model takes no memory: each unit is given its values when it is sharded, so no
+    # rank ever holds the whole. The seed makes those values the same in every run, whatever its ranks.
+    torch.manual_seed(config.seed)
+    described = config.model.build()
+    with torch.device("meta"):
+        model = described.make()
+    matrices = frozenset(name for name, param in model.named_parameters() if param.ndim >= 2)
+    flops = _flops_per_token(model, described)
+    shard_model(model, config.sharding)
+    seed_rank(config.seed, step=0, rank=rank)
+    return BuiltModel(model=model, matrices=matrices, flops_per_token=flops)
+
+
+def seed_rank(seed: int, *, step: int, rank: int) -> None:
+    """Begin a rank's own random numbers, which dropout draws from."""
+    (state,) = np.random.SeedSequence([seed, step, rank]).generate_state(1)
+    torch.manual_seed(int(state))
+
+
+def _flops_per_token(model: nn.Module, described: ModelDescription) -> int:
+    """Model FLOPs of a forward and a backward, recomputation not counted."""
+    if described.gpt is not None:
+        return described.gpt.flops_per_token
+    units = shape_of_module(model, name=described.title, seq_len=described.seq_len).units
+    seen = 0.5 if described.objective == "causal" else 1.0  # a causal token sees half the keys on average
+    return round(3 * sum(unit.matrix_flops + seen * unit.attention_flops for unit in units))
