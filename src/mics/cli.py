@@ -28,6 +28,12 @@ def _train(args: Sequence[str]) -> int:
     from mics.train.settings_file import parse_train_config
 
     config = parse_train_config(args)
+    if config.launch.dry_run:
+        from rich.console import Console
+
+        from mics.train.dry_run import dry_run
+
+        return dry_run(config, Console(quiet=os.environ.get("RANK", "0") != "0"))
     require("plot", "the picture of a run")  # now, not when all is trained
     if config.report.logger != "none":
         require(config.report.logger, f"--logger {config.report.logger}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from mics.cost.clusters import PRESETS
 from mics.cost.gpus import formats_of
 from mics.cost.setting import Setting
 from mics.errors import SettingsError
@@ -56,7 +57,6 @@ def _settings(found: Answer, *, model: str, data: Sequence[Path]) -> dict[str, A
         steps = max(1, round(found.money.tokens / setting.tokens_per_step))
     return {
         "name": _run_name(model),
-        "nodes": setting.cluster.num_nodes,
         "steps": steps,
         "batch_size": setting.micro_batch,
         "global_batch": batch,
@@ -64,6 +64,7 @@ def _settings(found: Answer, *, model: str, data: Sequence[Path]) -> dict[str, A
         # Nothing else to train on is known; mics data prepare makes such a folder.
         "data": {"shards": [str(folder) for folder in data] or ["data"]},
         "sharding": _sharding(setting),
+        "launch": {"hosts": setting.cluster.num_nodes, "ranks_per_node": setting.cluster.ranks_per_node},
         "checkpoint": {"interval": _interval(found)},
     }
 
@@ -75,6 +76,8 @@ def _sharding(setting: Setting) -> dict[str, Any]:
         "optimizer_sharding": "world" if setting.over_replicas else "partition",
         "activations": "offload" if kept.offload else "checkpoint" if kept.checkpoint else "keep",
     }
+    if setting.cluster.name in PRESETS:
+        found["cluster"] = setting.cluster.name
     short = _SHORT[formats_of(setting.cluster.gpu)[0]]
     if setting.cluster.gpu:
         found["param_dtype"] = short

@@ -171,6 +171,9 @@ class ShardingSettings:
     optimizer_sharding: Literal["auto", "world", "partition"] = "world"
     """Shard optimizer state over all ranks, or over the partition group only; auto: the latter where the cost
     model says that it saves time and memory allows it."""
+    cluster: str | None = None
+    """Cluster that the cost model reckons with: a name of mics plan, or a file. MICS_CLUSTER and a
+    cluster.yaml that mics calibrate left beside the settings come first; unset: what the device suggests."""
     units: Literal["blocks", "parts"] = "blocks"
     """What is unsharded as a whole: blocks, or parts of them (attention, MLP), which takes less memory."""
     prefetch: int | None = None
@@ -256,6 +259,8 @@ class CheckpointSettings:
 class LaunchSettings:
     """The ranks to start, on this machine or with --nodes on several. Under torchrun they are torchrun's."""
 
+    dry_run: Annotated[bool, tyro.conf.arg(aliases=["--dry-run"])] = False
+    """Print units, layout, memory per rank and bytes per step, and leave. Nothing is started."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
     hosts: Annotated[int | None, tyro.conf.arg(aliases=["--nodes"])] = None

@@ -77,7 +77,7 @@ def plan_launch(settings: LaunchSettings, *, num_gpus: int) -> LaunchPlan:
         num_nodes = settings.simulated_nodes or 1
         ranks_per_node = settings.ranks_per_node or max(1, num_gpus // num_nodes)
     else:
-        num_nodes = settings.simulated_nodes or 2
+        num_nodes = settings.simulated_nodes or settings.hosts or 2  # more than one host is not our business
         ranks_per_node = settings.ranks_per_node or 2
     ranks_per_gpu = 1
     if num_gpus > 0:

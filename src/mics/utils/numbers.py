@@ -153,7 +153,9 @@ def in_gib(nbytes: float) -> str:
 
 
 def memory(nbytes: float) -> str:
-    """``36.0 GiB``, ``4.70 GiB``, ``12.5 MiB``: what memory holds."""
+    """``36.0 GiB``, ``4.70 GiB``, ``12.5 MiB``, ``16.0 KiB``: what memory holds."""
+    if 0 < abs(nbytes) < _MIB / 10:
+        return f"{fixed(nbytes / 1024)} KiB"
     return f"{in_gib(nbytes)} GiB" if abs(nbytes) >= GIB else f"{fixed(nbytes / _MIB)} MiB"
 
 

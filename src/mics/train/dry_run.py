@@ -1,0 +1,217 @@
+"""``mics train --dry-run``: units, layout, memory and bytes of a run, by arithmetic. Nothing is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Final
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mics.cost.clusters import Cluster, assumed_cluster, find_cluster
+from mics.cost.memory import ADAM_NBYTES, DRIVER_NBYTES, MASTER_NBYTES, USABLE, Keeping
+from mics.cost.modules import shape_of_description
+from mics.cost.setting import Setting, fitting_partition, partition_sizes
+from mics.cost.shapes import ModelShape, UnitShape
+from mics.cost.step_bytes import step_bytes
+from mics.errors import SettingsError
+from mics.train.config import TrainConfig
+from mics.train.data import Dealing
+from mics.train.hosts import plan_hosts
+from mics.train.launch import LaunchPlan, plan_launch
+from mics.utils.global_batch import GlobalBatch
+from mics.utils.numbers import count, memory, plural, volume, whole
+
+_PARTS: Final = 3  # units of a block with sharding.units=parts, in our own models
+_WIDTHS: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A run that is not started."""
+
+    config: TrainConfig
+    launch: LaunchPlan
+    cluster: Cluster
+    setting: Setting
+    dealing: Dealing
+    param_nbytes: int
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that a rank may use; 0: not known."""
+        return self.cluster.memory_nbytes * USABLE
+
+
+def dry_run(config: TrainConfig, console: Console) -> int:
+    """Print what a run would be. 0: nothing speaks against it; 1: it would not fit into memory."""
+    found = plan_run(config)
+    for line in _heading(found):
+        console.print(line, highlight=False, markup=False)
+    console.print(_unit_table(found))
+    fits = _memory(found, console)
+    _bytes(found, console)
+    return 0 if fits else 1
+
+
+def plan_run(config: TrainConfig) -> DryRun:
+    """Everything that follows from the settings."""
+    num_gpus = torch.cuda.device_count()
+    launch = _ranks(config, num_gpus)
+    cluster = _cluster(config, launch)
+    dealing = Dealing.asked(config, num_ranks=launch.num_ranks, before=None)
+    model = shape_of_description(config.model.build())
+    on_gpu = bool(cluster.memory_nbytes) or launch.device == "cuda"
+    chosen = config.sharding.param_dtype
+    setting = Setting(
+        model=model.split(_PARTS) if config.sharding.units == "parts" else model,
+        cluster=cluster,
+        partition_size=_partition_size(config, model, cluster),
+        micro_batch=dealing.batch_size,
+        accumulation=dealing.micro_steps,
+        activations=Keeping(
+            checkpoint=config.sharding.activations != "keep",
+            offload=config.sharding.activations == "offload",
+        ),
+        wire_nbytes=_WIDTHS[config.sharding.reduce_dtype],
+        over_replicas=config.sharding.optimizer_sharding != "partition",
+        prefetch=config.sharding.prefetch,
+    )
+    width = _WIDTHS.get(chosen, 2 if on_gpu else 4)
+    return DryRun(
+        config=config, launch=launch, cluster=cluster, setting=setting, dealing=dealing, param_nbytes=width
+    )
+
+
+def _ranks(config: TrainConfig, num_gpus: int) -> LaunchPlan:
+    """Those of the launcher that started this process, or those that would be started."""
+    if "WORLD_SIZE" in os.environ:
+        world, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        device = config.launch.device
+        on_gpu = device == "cuda" or (device == "auto" and num_gpus > 0)
+        return LaunchPlan(
+            device="cuda" if on_gpu else "cpu",
+            num_nodes=max(1, world // here),
+            ranks_per_node=here,
+            ranks_per_gpu=config.launch.ranks_per_gpu or 1,
+        )
+    if (config.launch.hosts or 1) > 1:
+        return plan_hosts(config, num_gpus=num_gpus)
+    return plan_launch(config.launch, num_gpus=num_gpus)
+
+
+def _cluster(config: TrainConfig, launch: LaunchPlan) -> Cluster:
+    """What the engine would reckon with there."""
+    named = config.sharding.cluster or os.environ.get("MICS_CLUSTER")
+    if named:
+        found = find_cluster(named)
+        return replace(found, num_nodes=launch.num_nodes, ranks_per_node=launch.ranks_per_node)
+    device = torch.cuda.get_device_name() if launch.device == "cuda" else None
+    return assumed_cluster(device, num_nodes=launch.num_nodes, ranks_per_node=launch.ranks_per_node)
+
+
+def _partition_size(config: TrainConfig, model: ModelShape, cluster: Cluster) -> int:
+    """As asked for, or as the engine would choose it."""
+    size, world = config.sharding.partition_size, cluster.world_size
+    if size is None:
+        usable = cluster.memory_nbytes - DRIVER_NBYTES
+        found = fitting_partition(model, cluster, memory_nbytes=usable) if usable > 0 else None
+        return found or (cluster.ranks_per_node if usable <= 0 else world)
+    if world % size:
+        near = ", ".join(map(str, partition_sizes(cluster)))
+        raise SettingsError(
+            f"sharding.partition_size: expected a divisor of the {world} ranks, found {size}; such as {near}"
+        )
+    return size
+
+
+def _heading(found: DryRun) -> Iterator[str]:
+    config, setting, launch = found.config, found.setting, found.launch
+    batch = GlobalBatch(
+        num_sequences=found.dealing.num_sequences,
+        seq_len=setting.model.seq_len,
+        asked_tokens=config.global_batch_tokens,
+    )
+    asked = "asked for" if config.sharding.partition_size is not None else "chosen"
+    stages = "two stages" if setting.two_stage else "one stage"
+    yield f"{config.model.title}: {count(setting.model.num_parameters)} parameters"
+    yield (
+        f"{plural(launch.num_ranks, 'rank')} = {plural(launch.num_nodes, 'node')} x {launch.ranks_per_node} "
+        f"({found.cluster.name}); partition size {setting.partition_size} ({asked}), "
+        f"{plural(setting.num_replicas, 'replica')}; collectives in {stages}, prefetch {setting.depth}"
+    )
+    each = plural(found.dealing.batch_size, "sequence")
+    times = plural(found.dealing.micro_steps, "gradient accumulation step")
+    in_all = count(config.steps * setting.tokens_per_step)
+    yield f"{batch}: {each} per rank and micro-step, {times}"
+    yield f"{plural(config.steps, 'step')} = {in_all} tokens"
+    nbytes = setting.model.num_parameters * (MASTER_NBYTES + ADAM_NBYTES)
+    if config.checkpoint.interval:
+        yield (
+            f"checkpoints of {volume(nbytes)} every {plural(config.checkpoint.interval, 'step')} in "
+            f"{config.checkpoint_dir}, {config.checkpoint.keep} kept"
+        )
+
+
+def _unit_table(found: DryRun) -> Table:
+    """A row for each run of equal units."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("unit")
+    for head in ("number", "parameters each", "unsharded", "shard per rank"):
+        table.add_column(head, justify="right")
+    units = [unit for unit in found.setting.model.units if unit.numel]
+    for _, run in groupby(units, key=lambda unit: (unit.kind, unit.numel)):
+        same = list(run)
+        unsharded = same[0].numel * found.param_nbytes
+        table.add_row(
+            _names(same),
+            whole(len(same)),
+            count(same[0].numel),
+            memory(unsharded),
+            memory(unsharded / found.setting.partition_size),
+        )
+    return table
+
+
+def _names(units: Sequence[UnitShape]) -> str:
+    return units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
+
+
+def _memory(found: DryRun, console: Console) -> bool:
+    """The terms at the peak. Returns whether they fit, as far as that is known."""
+    setting = found.setting
+    terms = setting.terms_of(replace(setting.division, param_nbytes=found.param_nbytes))
+    of = f" of {memory(found.limit)}" if found.limit else ""
+    host = f", and {memory(terms.host)} of host memory" if terms.host else ""
+    console.print(f"memory per rank: {memory(terms.peak)}{of} at the peak{host}", highlight=False)
+    for name, nbytes in terms.on_device().items():
+        if nbytes >= 1:
+            console.print(f"  {memory(nbytes):>10}  {name}", highlight=False)
+    if found.limit and terms.peak > found.limit:
+        console.print(
+            f"does not fit: expected at most {memory(found.limit)}, found {memory(terms.peak)}; raise "
+            "sharding.partition_size, lower batch_size, or set sharding.activations=checkpoint",
+            highlight=False,
+        )
+        return False
+    return True
+
+
+def _bytes(found: DryRun, console: Console) -> None:
+    setting = found.setting
+    sent = step_bytes(setting, param_nbytes=found.param_nbytes)
+    inside = "inside the node" if setting.partition.num_nodes == 1 else "over the network too"
+    across = "inside the node" if setting.replication.num_nodes == 1 else "over the network"
+    console.print(f"sent per rank and step: {volume(sent.total)}", highlight=False)
+    for nbytes, about in (
+        (sent.gathers, f"parameters, in the partition group ({inside})"),
+        (sent.hop_1, f"gradients, in the partition group ({inside})"),
+        (sent.hop_2, f"gradients, between replicas ({across})"),
+        (sent.refresh, f"new parameters, between replicas ({across})"),
+    ):
+        console.print(f"  {volume(nbytes):>10}  {about}", highlight=False)
