@@ -352,7 +352,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, wait: bool) -> None:
 def _killed_at(path: str, moment: int) -> tuple[int, bool]:
     """A save that ends at some call to the file system, as if the process were killed there."""
     import mics
-    from mics.checkpoint import files, folders
+    from mics.checkpoint import files, storage
 
     class Killed(BaseException):
         pass
@@ -374,8 +374,8 @@ def _killed_at(path: str, moment: int) -> tuple[int, bool]:
 
     patch = pytest.MonkeyPatch()
     for place, name in [
-        (Path, "rename"), (Path, "replace"), (os, "fsync"), (os, "open"), (folders.shutil, "rmtree"),
-        (Path, "mkdir"), (folders, "write_durably"), (files, "sync_folder"),
+        (Path, "rename"), (Path, "replace"), (os, "fsync"), (os, "open"), (storage.shutil, "rmtree"),
+        (Path, "mkdir"), (storage, "write_durably"), (files, "sync_folder"),
     ]:  # fmt: skip
         patch.setattr(place, name, counted(getattr(place, name)))
     finished = True

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from mics.checkpoint.boxes import Box
-from mics.checkpoint.files import parse_json, read_file, write_durably
+from mics.checkpoint.files import parse_json
 from mics.checkpoint.records import (
     MAX_INDEX_NBYTES,
     Index,
@@ -26,33 +26,40 @@ from mics.checkpoint.records import (
     dtype_of,
     sizes_of,
 )
+from mics.checkpoint.storage import INDEX_NAME, Draft, Place, read_file, storage_of
 from mics.errors import CheckpointError
 
-INDEX_NAME: Final = "mics.json"
 _DIGEST_NAME: Final = "mics.json.sha256"
+_SEAL: Final = b',"sha256":"%s"}'
 _FORMAT: Final = 1
 _MAX_DIGEST_NBYTES: Final = 1 << 10
 _MAX_BLOCK_NBYTES: Final = 64 << 20
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Write the index and its digest, and have both on disk."""
+def write_index(draft: Draft, index: Index) -> None:
+    """Write the index and its digest, and have both stay.
+
+    On a disk the digest has a file of its own. On a store the index replaces that of an earlier save, and no
+    other object can be replaced at the same time: the digest is its last entry.
+    """
     text = json.dumps(_to_json(index), separators=(",", ":")).encode()
-    write_durably(folder / _DIGEST_NAME, hashlib.sha256(text).hexdigest().encode())
-    write_durably(folder / INDEX_NAME, text)
+    storage = storage_of(draft.where)
+    if draft.tag:
+        text = sealed(text)
+    else:
+        storage.write(draft.where / _DIGEST_NAME, hashlib.sha256(text).hexdigest().encode())
+    storage.write(draft.where / INDEX_NAME, text)
 
 
-def read_index(folder: Path) -> Index:
+def sealed(text: bytes) -> bytes:
+    """A JSON object with the digest of all before it as its last entry."""
+    return text[:-1] + _SEAL % hashlib.sha256(text).hexdigest().encode()
+
+
+def read_index(folder: Place) -> Index:
     """The index of a checkpoint of mics."""
     file = folder / INDEX_NAME
-    text = read_file(file, most=MAX_INDEX_NBYTES)
-    expected = read_file(folder / _DIGEST_NAME, most=_MAX_DIGEST_NBYTES).strip()
-    if hashlib.sha256(text).hexdigest().encode() != expected:
-        raise CheckpointError(
-            f"{file}: expected what was written, found something else (its digest differs); take another "
-            "checkpoint"
-        )
-    found = parse_json(text, file)
+    found = parse_json(_checked(folder, file), file)
     if not isinstance(found, dict) or "format" not in found:
         raise CheckpointError(f"{file}: expected an index of mics, found other JSON")
     if found["format"] != _FORMAT:
@@ -76,9 +83,26 @@ def read_index(folder: Path) -> Index:
     return index
 
 
+def _checked(folder: Place, file: Place) -> bytes:
+    """The text of an index that is what was written."""
+    text = read_file(file, most=MAX_INDEX_NBYTES)
+    whole, seal = text[: -len(_SEAL % bytes(64))] + b"}", text[-len(_SEAL % bytes(64)) :]
+    if seal.startswith(_SEAL[:11]):
+        good = seal == _SEAL % hashlib.sha256(whole).hexdigest().encode()
+    else:
+        expected = read_file(folder / _DIGEST_NAME, most=_MAX_DIGEST_NBYTES).strip()
+        good = hashlib.sha256(text).hexdigest().encode() == expected
+    if not good:
+        raise CheckpointError(
+            f"{file}: expected what was written, found something else (its digest differs); take another "
+            "checkpoint"
+        )
+    return text
+
+
 def _check_file(name: str, stored: StoredFile) -> None:
     """Of this folder, and with a digest for every byte."""
-    if not name or name != Path(name).name or not name.isprintable():
+    if not name or name != os.path.basename(name) or not name.isprintable():
         raise CheckpointError(f"{name[:60]!r} is no plain file name")
     if stored.nbytes < 0 or not 1 <= stored.block_nbytes <= _MAX_BLOCK_NBYTES:
         raise CheckpointError(f"{name}: {stored.nbytes} bytes in blocks of {stored.block_nbytes}")

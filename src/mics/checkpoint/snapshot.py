@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,13 +12,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import mics.checkpoint.folders as folders
-from mics.checkpoint.blocks import BlockWriter
-from mics.checkpoint.files import write_durably
+from mics.checkpoint.blocks import BlockWriter, Worker
 from mics.checkpoint.formats.dcp import METADATA_NAME
-from mics.checkpoint.formats.dcp_writing import ItemWriter, PickledValues, WrittenItem
+from mics.checkpoint.formats.dcp_writing import ItemWriter, PickledValues, WrittenItem, divided
 from mics.checkpoint.index import write_index
 from mics.checkpoint.own_state import own_file
 from mics.checkpoint.records import Index, StoredChunk, StoredFile, StoredTensor, TensorPart
+from mics.checkpoint.storage import Draft, Place, sizes_in, storage_of
 from mics.checkpoint.telling import told
 from mics.checkpoint.together import together
 from mics.comm.host_group import HostGroup
@@ -33,8 +32,8 @@ T = TypeVar("T")
 class Snapshot:
     """Everything that is written, gathered while the model stood still."""
 
-    root: Path
-    folder: Path
+    root: Place
+    folder: Place
     step: int | None
     keep: int | None
     rank: int
@@ -54,18 +53,19 @@ class Snapshot:
         """Write it. Raises the same error on all ranks."""
         if self.ready is not None:
             self.ready.synchronize()
-        try:
-            with (
-                self.world.explaining("save", str(self.folder)),
-                self._told() as progress,
-            ):
-                self._write(
-                    ItemWriter(self.parts, aliases=self.aliases, values=self.values, progress=progress)
-                )
-        except BaseException:
-            if self.rank == 0:
-                folders.abandon(self.folder)
-            raise
+        with self.world.explaining("save", str(self.folder)):
+            begun = self._together(lambda: self._begin() if self.rank == 0 else None)
+            draft: Draft = self.host.all_gather(begun)[0]
+            try:
+                with self._told() as progress:
+                    self._write(
+                        draft,
+                        ItemWriter(self.parts, aliases=self.aliases, values=self.values, progress=progress),
+                    )
+            except BaseException:
+                if self.rank == 0:
+                    storage_of(self.folder).abandon(draft)
+                raise
 
     @property
     def parts_nbytes(self) -> int:
@@ -77,31 +77,40 @@ class Snapshot:
             return nullcontext(self.progress)
         return told("saving", self.folder, self.parts_nbytes, rank=self.rank)
 
-    def _write(self, writer: ItemWriter) -> None:
-        self._together(lambda: self._begin() if self.rank == 0 else None)
+    def _write(self, draft: Draft, writer: ItemWriter) -> None:
         plan = self._together(writer.plan)
         plans = self.host.gather(plan)
         metadata = self._together(lambda: None if plans is None else writer.describe(plans))
-        reports = self.host.gather(self._together(lambda: self._write_files(writer, plan)))
+        reports = self.host.gather(self._together(lambda: self._write_files(draft, writer, plan)))
         if metadata is None or reports is None:
             self._together(lambda: None)
         else:
-            self._together(lambda: self._publish(writer, metadata, reports))
+            self._together(lambda: self._publish(draft, writer, metadata, reports))
 
-    def _begin(self) -> None:
+    def _begin(self) -> Draft:
+        storage = storage_of(self.folder)
         if self.step is not None:
-            folders.sweep(self.root)
-        folders.begin(self.folder)
+            storage.sweep(self.root)
+        return storage.begin(self.folder)
 
-    def _write_files(self, writer: ItemWriter, plan: SavePlan) -> _Report:
-        """Write this rank's files, and have them on disk."""
-        partial, files = folders.partial_of(self.folder), {}
-        name = f"__{self.rank}_0.distcp"
-        with BlockWriter(partial / name) as stream:
-            items = writer.write(plan, name, stream)
-            files[name] = stream.finish()
-        name = own_file(self.rank)
-        with BlockWriter(partial / name) as stream:
+    def _write_files(self, draft: Draft, writer: ItemWriter, plan: SavePlan) -> _Report:
+        """Write this rank's files, and have them stay."""
+        streams = divided(plan, storage_of(self.folder).num_streams(self.parts_nbytes))
+        workers = [Worker("mics-stream") for _ in streams[1:]]
+        rest = [
+            worker.submit(self._write_stream, draft, writer, each, number)
+            for number, (worker, each) in enumerate(zip(workers, streams[1:], strict=True), start=1)
+        ]
+        try:
+            written = [self._write_stream(draft, writer, streams[0], 0)]
+        finally:
+            for worker in workers:
+                worker.close()
+        written += [each.result() for each in rest]
+        items = [item for found, _, _ in written for item in found]
+        files = {name: file for _, name, file in written}
+        name = own_file(self.rank, draft.tag)
+        with BlockWriter(draft.where / name) as stream:
             stream.write(self.own)
             files[name] = stream.finish()
         tensors = {
@@ -110,26 +119,28 @@ class Snapshot:
         }
         return _Report(items=items, tensors=tensors, files=files)
 
-    def _publish(self, writer: ItemWriter, metadata: Metadata, reports: Sequence[_Report]) -> None:
-        partial = folders.partial_of(self.folder)
+    def _write_stream(
+        self, draft: Draft, writer: ItemWriter, plan: SavePlan, number: int
+    ) -> tuple[list[WrittenItem], str, StoredFile]:
+        name = draft.name(f"__{self.rank}_{number}", ".distcp")
+        with BlockWriter(draft.where / name) as stream:
+            return writer.write(plan, name, stream), name, stream.finish()
+
+    def _publish(
+        self, draft: Draft, writer: ItemWriter, metadata: Metadata, reports: Sequence[_Report]
+    ) -> None:
+        storage = storage_of(self.folder)
         items = (item for report in reports for item in report.items)
-        write_durably(partial / METADATA_NAME, writer.pickled_metadata(metadata, items))
-        write_index(partial, self._index(reports))
-        folders.publish(self.folder)
+        storage.write(draft.where / METADATA_NAME, writer.pickled_metadata(metadata, items))
+        write_index(draft, self._index(draft, reports))
+        storage.publish(draft)
         if self.step is not None:
             folders.point_latest(self.root, self.folder.name)
             folders.prune(self.root, self.keep)
 
-    def _index(self, reports: Sequence[_Report]) -> Index:
+    def _index(self, draft: Draft, reports: Sequence[_Report]) -> Index:
         files = {name: file for report in reports for name, file in report.files.items()}
-        partial = folders.partial_of(self.folder)
-        for name, file in files.items():
-            found = (partial / name).stat().st_size if (partial / name).exists() else None
-            if found != file.nbytes:
-                raise CheckpointError(
-                    f"{partial / name}: expected the {file.nbytes:,} bytes that a rank wrote, found "
-                    f"{found}; is this a folder that all nodes share?"
-                )
+        _check_sizes(draft, {name: file.nbytes for name, file in files.items()})
         chunks: dict[str, list[StoredChunk]] = {}
         tensors: dict[str, StoredTensor] = {}
         for report in reports:
@@ -143,7 +154,7 @@ class Snapshot:
             },
             files=files,
             aliases=self.aliases,
-            about=self.about,
+            about={**self.about, "tag": draft.tag} if draft.tag else self.about,
             param_groups=self.param_groups,
             module_state=self.module_state,
         )
@@ -158,6 +169,17 @@ class Snapshot:
             f"{what or f'{type(error).__name__}: {error}'}. What was there before is still there; "
             "make room or mend the folder, and save again"
         )
+
+
+def _check_sizes(draft: Draft, sizes: Mapping[str, int]) -> None:
+    """Every rank's files are where the first looks for them."""
+    there = sizes_in(draft.where)
+    for name, nbytes in sizes.items():
+        if there.get(name) != nbytes:
+            raise CheckpointError(
+                f"{draft.where / name}: expected the {nbytes:,} bytes that a rank wrote, found "
+                f"{there.get(name)}; is this a folder that all nodes share?"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

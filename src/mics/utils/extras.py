@@ -12,11 +12,13 @@ PACKAGES: Final = {
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
+    "s3": ("fsspec", "s3fs"),
+    "gcs": ("fsspec", "gcsfs"),
 }
 """What is imported of each extra. pyproject.toml has the versions."""
 
 
-def require(extra: Literal["cli", "plot", "tensorboard", "wandb"], what: str) -> None:
+def require(extra: Literal["cli", "plot", "tensorboard", "wandb", "s3", "gcs"], what: str) -> None:
     """Raise if a package of the extra is not installed. ``what`` needs it."""
     missing = [package for package in PACKAGES[extra] if find_spec(package) is None]
     if missing:

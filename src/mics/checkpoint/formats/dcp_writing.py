@@ -86,6 +86,18 @@ def _write_item(part: TensorPart, index: MetadataIndex, box: Box) -> WriteItem:
     )
 
 
+def divided(plan: SavePlan, num_plans: int) -> list[SavePlan]:
+    """A plan as several of about as many bytes."""
+    plans: list[list[WriteItem]] = [[] for _ in range(num_plans)]
+    nbytes = [0] * num_plans
+    for item in plan.items:
+        least = nbytes.index(min(nbytes))
+        plans[least].append(item)
+        data = item.tensor_data
+        nbytes[least] += 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+    return [SavePlan(items) for items in plans]
+
+
 def _box_of(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
