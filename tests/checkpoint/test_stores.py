@@ -68,7 +68,7 @@ def test_steps_are_kept_and_the_latest_is_found(alone: None, memory: str) -> Non
 
 
 def test_a_torn_upload_is_passed_over(alone: None, memory: str) -> None:
-    """Without an index it is no checkpoint, and the next save clears it away; with a short object it is torn."""
+    """Without an index it is no checkpoint, and the next save clears it away. A short object is torn."""
     model, optimizer = build(1)
     for step in (1, 2):
         mics.save(memory, model, optimizer, {"step": step}, step=step)

@@ -54,7 +54,7 @@ class PartReader:
     def _copies_of(self, part: TensorPart, name: str) -> Iterator[tuple[str, Iterator[_Copy]]]:
         stored = self._index.find(name)
         assert stored is not None, name
-        near = _Near(stored.chunks)
+        near = _Near(self._index.chunks_of(name, part.span))
         found = 0
         for start, box in boxes_of(part.shape, part.span):
             at = start - part.span.start

@@ -51,8 +51,9 @@ def save(
 ) -> Saving:
     """Save a sharded model, its optimizer and whatever else a run needs to go on. All ranks must call it.
 
-    ``path`` is the checkpoint's folder: a path, or a URL of an object store (``"s3://bucket/run"``). With ``step`` it is a folder of checkpoints instead: this one is
-    ``path/step-N``, ``path/latest`` names it once it is on disk, and the last ``keep`` of them stay.
+    ``path`` is the checkpoint's folder: a path, or a URL of an object store (``"s3://bucket/run"``). With
+    ``step`` it is a folder of checkpoints instead: this one is ``path/step-N``, ``path/latest`` names it once
+    it is complete, and the last ``keep`` of them stay.
 
     ``extra_state``: numbers, strings, tensors, containers of them, and objects with ``state_dict()`` (a
     scheduler, a gradient scaler, a data loader). Each rank's own is kept, as is its random state.
@@ -165,8 +166,16 @@ def _prepare(
         param_groups=None if groups is None else encode(groups, "optimizer.param_groups"),
         module_state=encode(contents.module_state, "model"),
         own=own_state(engine, extra_state),
+        position=_position(engine),
         values=pickled_values(groups, contents.module_state) if rank == 0 else PickledValues(),
     )
+
+
+def _position(engine: Engine) -> int | None:
+    """The piece that this rank writes of each unit."""
+    units = engine.members.units()
+    found = {unit.share.chunk * unit.spec.layout.num_pieces + unit.share.piece for unit in units}
+    return found.pop() if len(found) == 1 else None
 
 
 def _cannot(rank: int, error: Exception) -> Exception:

@@ -11,12 +11,14 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+import mics.checkpoint.apart as apart
 import mics.checkpoint.folders as folders
 from mics.checkpoint.blocks import BlockWriter, Worker
 from mics.checkpoint.formats.dcp import METADATA_NAME
-from mics.checkpoint.formats.dcp_writing import ItemWriter, PickledValues, WrittenItem, divided
-from mics.checkpoint.index import write_index
+from mics.checkpoint.formats.dcp_writing import ITEM_NBYTES, ItemWriter, PickledValues, WrittenItem, divided
+from mics.checkpoint.index import write_head, write_index
 from mics.checkpoint.own_state import own_file
+from mics.checkpoint.parts import WrittenPart, write_part
 from mics.checkpoint.records import Index, StoredChunk, StoredFile, StoredTensor, TensorPart
 from mics.checkpoint.storage import Draft, Place, sizes_in, storage_of
 from mics.checkpoint.telling import told
@@ -46,6 +48,7 @@ class Snapshot:
     module_state: dict[str, Any]
     own: bytes  # this rank's own state
     values: PickledValues  # for DCP's readers; on the first rank
+    position: int | None = None  # of the piece of every unit that it writes; None: units differ in that
     ready: torch.cuda.Event | None = None  # when the parts are copied
     progress: Callable[[int], None] | None = None  # told how many bytes are written next
 
@@ -55,7 +58,7 @@ class Snapshot:
             self.ready.synchronize()
         with self.world.explaining("save", str(self.folder)):
             begun = self._together(lambda: self._begin() if self.rank == 0 else None)
-            draft: Draft = self.host.all_gather(begun)[0]
+            draft: Draft = self.host.broadcast(begun)
             try:
                 with self._told() as progress:
                     self._write(
@@ -79,6 +82,11 @@ class Snapshot:
 
     def _write(self, draft: Draft, writer: ItemWriter) -> None:
         plan = self._together(writer.plan)
+        told = self.host.all_gather((len(plan.items), self.position))
+        writers = apart.writers_of([position for _, position in told])
+        if writers is not None and sum(count for count, _ in told) > apart.MAX_GATHERED_ITEMS:
+            self._write_apart(draft, writer, plan, writers)
+            return
         plans = self.host.gather(plan)
         metadata = self._together(lambda: None if plans is None else writer.describe(plans))
         reports = self.host.gather(self._together(lambda: self._write_files(draft, writer, plan)))
@@ -86,6 +94,34 @@ class Snapshot:
             self._together(lambda: None)
         else:
             self._together(lambda: self._publish(draft, writer, metadata, reports))
+
+    def _write_apart(
+        self, draft: Draft, writer: ItemWriter, plan: SavePlan, writers: tuple[int, ...]
+    ) -> None:
+        """Each rank writes its part of the index. There is none for DCP's readers: it would be gathered."""
+        tables = self.host.gather(
+            self._together(lambda: apart.described(self.parts, writers, self.rank)),
+        )
+        tensors = self.host.broadcast(
+            self._together(lambda: None if tables is None else apart.joined(tables))
+        )
+        self._together(lambda: apart.check_parts(self.parts, tensors, self.rank))
+        plan = SavePlan([item for item in plan.items if item.tensor_data is not None])
+
+        def write() -> WrittenPart:
+            report = self._write_files(draft, writer, plan)
+            return write_part(draft, self.rank, apart.items_of(self.parts, report.items), report.files)
+
+        parts = self.host.gather(self._together(write))
+        self._together(lambda: None if parts is None else self._publish_head(draft, tensors, parts))
+
+    def _publish_head(
+        self, draft: Draft, tensors: dict[str, StoredTensor], parts: Sequence[WrittenPart]
+    ) -> None:
+        _check_sizes(draft, {name: size for part in parts for name, size in part.files.items()})
+        _check_sizes(draft, {part.name: part.nbytes for part in parts})
+        write_head(draft, self._described(draft, tensors, {}), parts, ITEM_NBYTES)
+        self._published(draft)
 
     def _begin(self) -> Draft:
         storage = storage_of(self.folder)
@@ -133,7 +169,10 @@ class Snapshot:
         items = (item for report in reports for item in report.items)
         storage.write(draft.where / METADATA_NAME, writer.pickled_metadata(metadata, items))
         write_index(draft, self._index(draft, reports))
-        storage.publish(draft)
+        self._published(draft)
+
+    def _published(self, draft: Draft) -> None:
+        storage_of(self.folder).publish(draft)
         if self.step is not None:
             folders.point_latest(self.root, self.folder.name)
             folders.prune(self.root, self.keep)
@@ -148,10 +187,16 @@ class Snapshot:
             for item in report.items:
                 if item.chunk is not None:
                     chunks.setdefault(item.key.fqn, []).append(item.chunk)
+        tensors = {
+            name: replace(tensor, chunks=tuple(chunks.get(name, ()))) for name, tensor in tensors.items()
+        }
+        return self._described(draft, tensors, files)
+
+    def _described(
+        self, draft: Draft, tensors: dict[str, StoredTensor], files: dict[str, StoredFile]
+    ) -> Index:
         return Index(
-            tensors={
-                name: replace(tensor, chunks=tuple(chunks.get(name, ()))) for name, tensor in tensors.items()
-            },
+            tensors=tensors,
             files=files,
             aliases=self.aliases,
             about={**self.about, "tag": draft.tag} if draft.tag else self.about,

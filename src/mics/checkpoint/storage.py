@@ -1,8 +1,8 @@
 """Where checkpoints lie: a disk, or an object store. What differs between the two is here, and only here.
 
     disk     files go to a hidden folder, which is renamed when everything in it is on disk
-    store    there is no rename, and no folder: files go to their place under names that no other save has, and
-             the index, one object, is put last
+    store    there is no rename, and no folder: files go to their place under names that no other save has,
+             and the index, one object, is put last
 
 So on both the index of a checkpoint is there when all of it is, and a step that is saved again is replaced at
 once. Small files (the index, ``latest``) are there whole or not at all.

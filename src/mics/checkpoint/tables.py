@@ -112,7 +112,7 @@ def _tensors(index: Index) -> Table:
     table.add_column("parts", justify="right")
     for name, tensor in index.tensors.items():
         shape = " x ".join(map(str, tensor.shape)) or "-"
-        table.add_row(name, shape, dtype_name(tensor.dtype), volume(tensor.nbytes), str(len(tensor.chunks)))
+        table.add_row(name, shape, dtype_name(tensor.dtype), volume(tensor.nbytes), str(tensor.num_parts))
     for alias, name in index.aliases.items():
         table.add_row(alias, f"tied to {name}", "", "", "")
     return table

@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from mics.checkpoint.boxes import Box, boxes_of, pieces
+from mics.checkpoint.boxes import Box, item_boxes
 from mics.checkpoint.records import MODEL, OPTIMIZER, StoredChunk, TensorPart
 from mics.errors import CheckpointError
 
-_ITEM_NBYTES: Final = 64 << 20
+ITEM_NBYTES: Final = 64 << 20
 """Larger boxes are written as several: an item is copied once on its way to the disk."""
 
 
@@ -67,11 +67,10 @@ def _alone(values: Tensor) -> Tensor:
 
 
 def _items_of(part: TensorPart) -> Iterator[tuple[Box, Tensor]]:
-    for start, box in boxes_of(part.shape, part.span):
-        at = start - part.span.start
-        for piece in pieces(box, _ITEM_NBYTES // part.values.element_size()):
-            yield piece, part.values[at : at + piece.numel].view(piece.sizes)
-            at += piece.numel
+    at = 0
+    for box in item_boxes(part.shape, part.span, ITEM_NBYTES // part.values.element_size()):
+        yield box, part.values[at : at + box.numel].view(box.sizes)
+        at += box.numel
 
 
 def _write_item(part: TensorPart, index: MetadataIndex, box: Box) -> WriteItem:
