@@ -1,7 +1,7 @@
 """What ranks agree on before each writes its own part of the index: who has which elements of which tensor.
 
-The rank with the first element of a tensor describes it, so all of them together are told once. Every rank then
-compares what it will write with the formula: if none finds a difference, every element is written once.
+The rank with the first element of a tensor describes it, so all of them together are told once. Every rank
+then compares what it will write with the formula: if none finds a difference, every element is written once.
 """
 
 from __future__ import annotations

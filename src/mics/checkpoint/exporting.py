@@ -132,7 +132,7 @@ def write_export(
 
 @contextmanager
 def _desk(draft: Draft) -> Iterator[Path]:
-    """A folder on a disk to make files in, which are mapped: that of the draft, or one for what is uploaded."""
+    """A folder on a disk to make files in, which are mapped: the draft's own, or one to upload from."""
     if isinstance(draft.where, Path):
         yield draft.where
         return

@@ -48,8 +48,8 @@ def load(
     """Load a checkpoint into a sharded model and its optimizer. All ranks must call it.
 
     ``path``: a checkpoint, a folder of them (the latest is taken), one that torch.distributed.checkpoint
-    wrote, or a folder of safetensors; a path or a URL. Sizes of the world and of partition groups, optimizer sharding, units
-    and devices may differ from those it was saved with.
+    wrote, or a folder of safetensors; a path or a URL. Sizes of the world and of partition groups, optimizer
+    sharding, units and devices may differ from those it was saved with.
 
     Objects of ``extra_state`` that have ``load_state_dict`` are given their state. Returned is all of the
     extra state: this rank's own where the world is as large as it was, else that of rank 0. Random state is

@@ -1,12 +1,13 @@
 """The index of a checkpoint that many ranks wrote: a short head, and a part for each rank.
 
-The boxes of a tensor that a rank wrote follow from where it lies in its unit: pieces of a unit are equally long
-and each belongs to one rank. So ``mics.json`` says that of each tensor once, and a rank's own file says where in
-its files the values begin, in the order of the boxes, with the digests. Nobody writes or reads a list of what all
-ranks have of all tensors: that of a model of 10^12 parameters on 512 ranks has millions of entries.
+The boxes of a tensor that a rank wrote follow from where it lies in its unit: pieces of a unit are equally
+long and each belongs to one rank. So ``mics.json`` says that of each tensor once, and a rank's own file
+says where in its files the values begin, in the order of the boxes, with the digests. Nobody writes or
+reads a list of what all ranks have of all tensors: for 10^12 parameters on 512 ranks it has a million
+entries.
 
-    mics.json             tensors: dtype, shape, place in the unit; for each rank its part's name, length, digest
-    rank-0.index.json     items: of each tensor [file, start and length of the archive, position of the values]
+    mics.json            tensors: dtype, shape, place in the unit; ranks: name, length, digest of the part
+    rank-0.index.json    items: of each tensor [file, start and length of the archive, position of the values]
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ need stands here, and only here: they know no more of each other.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -213,7 +212,7 @@ def file_to_json(file: StoredFile) -> dict[str, Any]:
 
 def file_of(name: Any, entry: Any) -> StoredFile:
     """A file of this folder with a digest for every byte, by whoever described it."""
-    if not isinstance(name, str) or not name or name != os.path.basename(name) or not name.isprintable():
+    if not isinstance(name, str) or not name or "/" in name or name in (".", "..") or not name.isprintable():
         raise CheckpointError(f"{str(name)[:60]!r} is no plain file name")
     digest, digests = entry["digest"], entry["digests"]
     if not isinstance(digest, str) or not isinstance(digests, list):

@@ -1,8 +1,8 @@
 """Files on an object store, through fsspec: paths that are URLs, ranged reads, uploads in parts.
 
-Nothing here is imported by a run whose checkpoints are on a disk. What fsspec and the store's own package raise
-becomes a CheckpointError with the URL. Calls that may pass the next time (a connection that was cut) are tried
-a few times. The packages try each request several times themselves.
+fsspec is imported when a URL is used. What it and the store's own package raise becomes a CheckpointError
+with the URL. Calls that may succeed the next time (a connection that was cut) are tried a few times. The
+packages try each request several times themselves.
 """
 
 from __future__ import annotations
