@@ -274,3 +274,33 @@ def test_errors_of_s3(s3: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CheckpointError, match=r"s3://bucket/cut.*could not be"):
         mics.save("s3://bucket/cut", model)
     assert time.monotonic() - began < 120
+
+
+def test_a_run_with_its_checkpoints_on_a_store(alone: None, memory: str) -> None:
+    """A new run does not mix with the checkpoints of another; latest goes on, newest first."""
+    from mics.train.checkpoints import _forget_later, find_candidates
+    from mics.train.config import CheckpointSettings, TrainConfig
+
+    def config(resume: str) -> TrainConfig:
+        return TrainConfig(checkpoint=CheckpointSettings(folder=memory, resume=resume))
+
+    root = RemotePath(memory)
+    assert config("auto").checkpoint_dir == root
+    assert find_candidates(config("auto"), restarted=False, environ={"TORCHELASTIC_RUN_ID": "a"}) == (
+        [],
+        True,
+    )
+    model, _ = build(1)
+    for step in (1, 2):
+        mics.save(memory, model, step=step)
+    both = [root / "step-2", root / "step-1"]
+    assert find_candidates(config("auto"), restarted=False, environ={"TORCHELASTIC_RUN_ID": "a"}) == (
+        both,
+        True,
+    )
+    with pytest.raises(SettingsError, match="expected no checkpoints of another run, found step-2"):
+        find_candidates(config("auto"), restarted=False, environ={"TORCHELASTIC_RUN_ID": "b"})
+    assert find_candidates(config("latest"), restarted=False, environ={}) == (both, True)
+    _forget_later(root, root / "step-1")
+    assert _names(memory) == ["job", "latest", "step-1"]
+    assert latest_in(root) == root / "step-1"
