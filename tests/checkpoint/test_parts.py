@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import mics
 from mics.checkpoint import apart
 from mics.checkpoint.index import read_index
-from mics.checkpoint.records import Division
+from mics.checkpoint.records import PieceWriters
 from mics.errors import CheckpointError
 from tests import tiers
 from tests.checkpoint.runs import STEPS, build, everything, has_part_of, train
@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 100), st.data())
 def test_a_division_has_every_element_once(start: int, piece: int, numel: int, data: st.DataObject) -> None:
     """Pieces follow each other, and those of a span are the ones that have an element of it."""
-    division = Division(start, piece, tuple(range((start + numel) // piece + 1)))
+    division = PieceWriters(start, piece, tuple(range((start + numel) // piece + 1)))
     spans = [division.span(each, numel) for each in range(len(division.writers))]
     assert [element for span in spans for element in span] == list(range(numel))
     first = data.draw(st.integers(0, numel))

@@ -12,7 +12,7 @@ from typing import Final
 from mics.checkpoint.boxes import item_boxes
 from mics.checkpoint.formats.dcp_writing import ITEM_NBYTES, WrittenItem
 from mics.checkpoint.parts import Item
-from mics.checkpoint.records import Division, StoredTensor, TensorPart
+from mics.checkpoint.records import PieceWriters, StoredTensor, TensorPart
 from mics.errors import CheckpointError
 
 MAX_GATHERED_ITEMS: Final = 100_000
@@ -33,7 +33,7 @@ def described(parts: Iterable[TensorPart], writers: tuple[int, ...], rank: int) 
     for part in parts:
         if part.span.start == 0:
             start, numel = (0, len(part.span)) if part.division is None else part.division
-            division = Division(start, numel, (rank,) if part.division is None else writers)
+            division = PieceWriters(start, numel, (rank,) if part.division is None else writers)
             found[part.name] = StoredTensor(
                 dtype=part.values.dtype, shape=part.shape, whole=part.whole, division=division
             )

@@ -43,7 +43,6 @@ def import_safetensors(
         folder=out,
         step=None,
         keep=None,
-        rank=0,
         world=World(rank=0, size=1, default_group=None),
         host=HostGroup(),
         parts=_parts(index, mapped),

@@ -16,8 +16,8 @@ from mics.checkpoint.files import parse_json
 from mics.checkpoint.parts import PartIndexes, WrittenPart, check_division, written_of, written_to_json
 from mics.checkpoint.records import (
     MAX_INDEX_NBYTES,
-    Division,
     Index,
+    PieceWriters,
     StoredChunk,
     StoredTensor,
     check_name,
@@ -92,7 +92,7 @@ def _from_head(folder: Place, found: Mapping[str, Any]) -> Index:
         raise CheckpointError(f"items of {item_nbytes} bytes")
     tensors = {}
     for name, (dtype, shape, whole, start, piece_numel, number) in _a(dict, found["tensors"]).items():
-        division = Division(count_of(start), count_of(piece_numel), writers[count_of(number)])
+        division = PieceWriters(count_of(start), count_of(piece_numel), writers[count_of(number)])
         tensors[name] = StoredTensor(
             dtype=dtype_of(dtype), shape=sizes_of(shape), whole=_a(bool, whole), division=division
         )

@@ -47,7 +47,7 @@ class StoredChunk:
 
 
 @dataclass(frozen=True)
-class Division:
+class PieceWriters:
     """Which rank wrote which elements of a tensor: a unit's pieces are equally long, and each has a rank.
 
     unit      |  piece 0  |  piece 1  |  piece 2  |      piece_numel each, written by writers[0], [1], [2]
@@ -82,7 +82,7 @@ class StoredTensor:
     chunks: tuple[StoredChunk, ...] = ()
     whole: bool = False
     """Not divided over ranks: an optimizer's step count, a buffer."""
-    division: Division | None = None
+    division: PieceWriters | None = None
     """In place of chunks: they are in the parts of the index that its ranks wrote."""
 
     @property

@@ -150,7 +150,6 @@ def _prepare(
         folder=folder,
         step=step,
         keep=keep,
-        rank=rank,
         world=world,
         host=host,
         parts=[part for part in parts_to_save(contents, optimizers, rank=rank) if part.span],

@@ -38,7 +38,6 @@ class Snapshot:
     folder: Place
     step: int | None
     keep: int | None
-    rank: int
     world: World
     host: HostGroup
     parts: Sequence[TensorPart]
@@ -69,6 +68,10 @@ class Snapshot:
                 if self.rank == 0:
                     storage_of(self.folder).abandon(draft)
                 raise
+
+    @property
+    def rank(self) -> int:
+        return self.host.rank
 
     @property
     def parts_nbytes(self) -> int:
