@@ -184,6 +184,7 @@ def _load(url: str, whole: dict[str, Any], environ: dict[str, str] | None = None
     return mics.load(url, model, optimizer)["step"] == 2 and has_part_of(whole, model, optimizer)
 
 
+@pytest.mark.full
 def test_ranks_save_and_fewer_load(tmp_path: Path) -> None:
     """Four ranks save through fsspec's local file system, two load."""
     url = f"file://{tmp_path}/run"
@@ -238,6 +239,7 @@ mics.save(sys.argv[1], model, None, {"step": 2}, step=2, wait=False)
 """
 
 
+@pytest.mark.full
 def test_a_script_ends_with_its_checkpoint(s3: str) -> None:
     """A save in the background is finished at the end of a script, also over HTTP with a name to look up."""
     environ = {
@@ -250,6 +252,7 @@ def test_a_script_ends_with_its_checkpoint(s3: str) -> None:
     assert str(latest_in(RemotePath(f"{s3}-ended"))) == f"{s3}-ended/step-2"
 
 
+@pytest.mark.full
 def test_killed_during_an_upload(s3: str) -> None:
     """What was there before is the latest."""
     command = [sys.executable, "-c", _KILLED, f"{s3}-killed", "kill"]
