@@ -409,7 +409,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
 def _replaced(path: str, moment: int) -> bool:
     """The same, for a checkpoint without steps that replaces the one before."""
     import mics
-    from mics.checkpoint import folders
+    from mics.checkpoint import storage
 
     model, optimizer = build(1)
     mics.save(path, model, optimizer, {"n": 1})
@@ -425,7 +425,7 @@ def _replaced(path: str, moment: int) -> bool:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(Path, "rename", killed)
-    patch.setattr(folders.shutil, "rmtree", lambda *args, **kwargs: None)
+    patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
     try:
         mics.save(path, model, optimizer, {"n": 2})
     except KeyboardInterrupt:
