@@ -245,7 +245,7 @@ def _both_ways_metered(folder: Path, block_nbytes: int) -> tuple[int, int, int]:
     The largest tensor allocated each way, and the peak of what Python allocates for the export.
     """
     with (
-        patch("mics.checkpoint.formats.dcp_writing._ITEM_NBYTES", block_nbytes),
+        patch("mics.checkpoint.formats.dcp_writing.ITEM_NBYTES", block_nbytes),
         patch("mics.checkpoint.reading.BLOCK_NBYTES", block_nbytes),
         patch(
             "mics.checkpoint.formats.safetensors_files.StoredFile",

@@ -352,7 +352,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, wait: bool) -> None:
 def _killed_at(path: str, moment: int) -> tuple[int, bool]:
     """A save that ends at some call to the file system, as if the process were killed there."""
     import mics
-    from mics.checkpoint import files, folders
+    from mics.checkpoint import files, storage
 
     class Killed(BaseException):
         pass
@@ -374,8 +374,8 @@ def _killed_at(path: str, moment: int) -> tuple[int, bool]:
 
     patch = pytest.MonkeyPatch()
     for place, name in [
-        (Path, "rename"), (Path, "replace"), (os, "fsync"), (os, "open"), (folders.shutil, "rmtree"),
-        (Path, "mkdir"), (folders, "write_durably"), (files, "sync_folder"),
+        (Path, "rename"), (Path, "replace"), (os, "fsync"), (os, "open"), (storage.shutil, "rmtree"),
+        (Path, "mkdir"), (storage, "write_durably"), (files, "sync_folder"),
     ]:  # fmt: skip
         patch.setattr(place, name, counted(getattr(place, name)))
     finished = True
@@ -409,7 +409,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
 def _replaced(path: str, moment: int) -> bool:
     """The same, for a checkpoint without steps that replaces the one before."""
     import mics
-    from mics.checkpoint import folders
+    from mics.checkpoint import storage
 
     model, optimizer = build(1)
     mics.save(path, model, optimizer, {"n": 1})
@@ -425,7 +425,7 @@ def _replaced(path: str, moment: int) -> bool:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(Path, "rename", killed)
-    patch.setattr(folders.shutil, "rmtree", lambda *args, **kwargs: None)
+    patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
     try:
         mics.save(path, model, optimizer, {"n": 2})
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,19 +12,31 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mics.checkpoint.remote import RemotePath, is_url
+from mics.checkpoint.storage import Place
 from mics.errors import SettingsError
 
+_FOLDED_URL: Final = re.compile(r"(s3a?|gs|gcs|file|memory|abfs|az|https?|hf):/")
 _MOST: Final = (1 << 63) - 1  # a longer number would be no name for a folder
 
 
-def as_path(value: Any, what: str) -> Path:
-    """A path as ``open`` would take it, but no bytes and no file descriptor."""
+def as_place(value: Any, what: str) -> Place:
+    """A path as ``open`` would take it, but no bytes and no file descriptor; or a URL."""
+    if isinstance(value, RemotePath):
+        return value
     try:
         text = os.fspath(value)
     except TypeError:
         text = None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise SettingsError(f"{what}: expected path to be a str or a Path, found {_shown(value)}")
+        raise SettingsError(f"{what}: expected path to be a str, a Path or a URL, found {_shown(value)}")
+    if is_url(text):
+        return RemotePath(text.rstrip("/"))
+    if "://" in text or _FOLDED_URL.match(text):
+        raise SettingsError(
+            f"{what}: expected a path, or a URL such as s3://bucket/folder, found {text!r}; give a URL as a "
+            "str, pathlib takes a slash away"
+        )
     return Path(text)
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import Final
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mics.activations.host_memory import HostPool
 from mics.checkpoint.records import TensorPart
+from mics.checkpoint.remote import RemotePath
+from mics.checkpoint.storage import Place
 from mics.layout.flat import round_up
 
 _ALIGNMENT_NBYTES: Final = 64
@@ -26,7 +28,7 @@ _LOG: Final = logging.getLogger("mics")
 class Saving:
     """A save that is under way. ``stall`` is how long the training stood still for it, in seconds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         self.stall = 0.0
         self.nbytes = 0  # that this rank writes
@@ -38,8 +40,8 @@ class Saving:
         """Whether it is over, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> Path:
-        """Wait until the checkpoint is on disk, or raise what prevented it. Returns its folder."""
+    def wait(self) -> Place:
+        """Wait until the checkpoint is stored, or raise what prevented it. Returns its folder."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -51,6 +53,8 @@ class Saving:
     def _start(self, write: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=self._run, args=(write,), name="mics-save", daemon=True)
         _running.add(self)
+        if isinstance(self.folder, RemotePath):
+            _finish_before_pools()
         self._thread.start()
 
     def _run(self, write: Callable[[], None]) -> None:
@@ -74,6 +78,15 @@ def finish_all() -> None:
     for saving in list(_running):
         if saving._thread is not None:
             saving._thread.join()
+
+
+@cache
+def _finish_before_pools() -> None:
+    """Finish uploads before the interpreter closes its thread pools, in which asyncio looks up hosts.
+
+    ``atexit`` comes after that.
+    """
+    threading._register_atexit(finish_all)  # type: ignore[attr-defined]
 
 
 @atexit.register

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Any, BinaryIO, Final, TypeVar, cast
+from typing import IO, Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mics.checkpoint.digests import best_digest, digest_of
-from mics.checkpoint.files import open_file
 from mics.checkpoint.records import BLOCK_NBYTES, StoredFile
+from mics.checkpoint.storage import OpenFile, Place, storage_of
 from mics.errors import CheckpointError
 
 T = TypeVar("T")
@@ -62,8 +60,8 @@ class Worker:
 class BlockWriter:
     """A stream that torch.save can write to. Hashing, writing and the disk run beside the caller."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+    def __init__(self, path: Place) -> None:
+        self._sink = storage_of(path).create(path)
         self._writer = Worker("mics-write")
         self._disk = Worker("mics-fsync")
         self._error: BaseException | None = None
@@ -87,7 +85,7 @@ class BlockWriter:
     ) -> None:
         self._writer.close()
         self._disk.close()
-        self._file.close()
+        self._sink.close()
 
     def write(self, content: Any) -> int:
         """Take bytes; what they lie in may be used again after that."""
@@ -133,7 +131,7 @@ class BlockWriter:
             self._await_block()
         if self._flushing is not None:
             self._flushing.result()
-        os.fsync(self._file.fileno())
+        self._sink.finish()
         return StoredFile(nbytes=self._nbytes, digest=self._name, digests=tuple(self._digests))
 
     def _send_block(self) -> None:
@@ -147,16 +145,14 @@ class BlockWriter:
         future, block = self._leaving.popleft()
         try:
             self._digests.append(future.result())
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._error = error
             raise
         return block
 
     def _put(self, block: memoryview) -> str:
-        written = 0
-        while written < len(block):
-            written += self._file.write(block[written:])
-        self._flush_beside(written)
+        self._sink.write(block)
+        self._flush_beside(len(block))
         return self._digest(block)
 
     def _flush_beside(self, nbytes: int) -> None:
@@ -167,13 +163,13 @@ class BlockWriter:
         if self._flushing is not None:
             self._flushing.result()  # its error, if it had one
         self._unflushed = 0
-        self._flushing = self._disk.submit(os.fdatasync, self._file.fileno())
+        self._flushing = self._disk.submit(self._sink.flush)
 
 
-def open_stored(path: Path, stored: StoredFile) -> BinaryIO:
+def open_stored(path: Place, stored: StoredFile) -> OpenFile:
     """A file of a checkpoint, if it is as long as it should be and its digests can be checked."""
-    file = open_file(path)
-    found = os.fstat(file.fileno()).st_size
+    file = storage_of(path).open(path)
+    found = file.nbytes
     problem = ""
     if found != stored.nbytes:
         problem = (
@@ -193,12 +189,12 @@ def open_stored(path: Path, stored: StoredFile) -> BinaryIO:
 class BlockReader:
     """Reads ranges of one file in rising order. Each block is read once, ahead of its use, and checked."""
 
-    def __init__(self, path: Path, stored: StoredFile, ranges: Iterable[range]) -> None:
+    def __init__(self, path: Place, stored: StoredFile, ranges: Iterable[range]) -> None:
         self._path = path
         self._stored = stored
         self._file = open_stored(path, stored)
         self._digest = digest_of(stored.digest) if stored.digests else None
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="mics-read")
+        self._workers = ThreadPoolExecutor(self._file.num_readers, thread_name_prefix="mics-read")
         self._wanted = self._blocks_of(ranges)
         self._coming: deque[tuple[int, Future[bytearray]]] = deque()
         self._current: tuple[int, bytearray] = (-1, bytearray())
@@ -230,7 +226,7 @@ class BlockReader:
             return self._read(number, bytearray())  # ranges that interleave: rare, and read again
         while self._current[0] != number:
             self._free.append(self._current[1])
-            while len(self._coming) < _NUM_AHEAD:
+            while len(self._coming) <= self._file.num_readers:
                 following = next(self._wanted, None)
                 if following is None:
                     break
@@ -246,17 +242,8 @@ class BlockReader:
         nbytes = min(stored.block_nbytes, stored.nbytes - start)
         if len(buffer) != nbytes:
             buffer = bytearray(nbytes)
-        view, filled = memoryview(buffer), 0
-        while filled < nbytes:
-            try:
-                got = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
-            except OSError as error:
-                raise CheckpointError(f"{self._path}: could not be read: {error.strerror or error}") from None
-            if got == 0:
-                raise CheckpointError(
-                    f"{self._path}: expected {nbytes:,} bytes from {start:,} on, found the end"
-                )
-            filled += got
+        if self._file.read_into(memoryview(buffer), start) < nbytes:
+            raise CheckpointError(f"{self._path}: expected {nbytes:,} bytes from {start:,} on, found the end")
         if self._digest is not None and self._digest(buffer) != stored.digests[number]:
             raise CheckpointError(
                 f"{self._path}: expected what was written, found something else between bytes {start:,} and "
@@ -276,7 +263,7 @@ class BlockReader:
                     yield last
 
 
-def verify_file(path: Path, stored: StoredFile, progress: Callable[[int], None] | None = None) -> None:
+def verify_file(path: Place, stored: StoredFile, progress: Callable[[int], None] | None = None) -> None:
     """Read a whole file and raise if it is not what was written; ``progress`` is told the bytes read."""
     with BlockReader(path, stored, [range(stored.nbytes)]) as reader:
         for number in range(-(-stored.nbytes // stored.block_nbytes)):

@@ -137,6 +137,12 @@ def pieces(part: Box, max_numel: int) -> Iterator[Box]:
         yield from pieces(Box(tuple(offsets), tuple(sizes)), max_numel)
 
 
+def item_boxes(shape: Sequence[int], span: range, max_numel: int) -> Iterator[Box]:
+    """The boxes that ``span`` of a tensor is written as, none of more than ``max_numel`` elements."""
+    for _, box in boxes_of(shape, span):
+        yield from pieces(box, max_numel)
+
+
 def _indices(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     if not offsets:
         yield ()

@@ -14,12 +14,14 @@ import torch
 import tyro
 from rich.console import Console
 
+from mics.checkpoint.arguments import as_place
 from mics.checkpoint.blocks import verify_file
 from mics.checkpoint.exporting import plan_export, write_export
 from mics.checkpoint.formats.dcp import located
 from mics.checkpoint.importing import import_safetensors
 from mics.checkpoint.opening import find_checkpoint, open_checkpoint
 from mics.checkpoint.records import Index
+from mics.checkpoint.storage import Place
 from mics.checkpoint.tables import tables_of
 from mics.errors import CheckpointError, SettingsError
 from mics.utils.numbers import volume
@@ -31,10 +33,12 @@ _BINARY: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _WIDE: Final = 240
 _PATH: Final = (
     "a checkpoint of mics, a folder of them (the latest is taken), one of torch.distributed.checkpoint, or a "
-    "folder of safetensors"
+    "folder of safetensors. A path, or a URL such as s3://bucket/run"
 )
+_OUT: Final = "The folder to make: a path or a URL."
 
-_Source = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help=_PATH, metavar="PATH")]
+_Source = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help=_PATH, metavar="PATH")]
+_Out = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help=_OUT, metavar="OUT")]
 
 
 def checkpoint(args: Sequence[str]) -> int:
@@ -95,7 +99,7 @@ def verify(path: _Source) -> int:
 
 def export(
     path: _Source,
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
+    out: _Out,
     *,
     dtype: Literal["keep", "bf16", "fp32"] = "keep",
     shard_size: str = "5GB",
@@ -105,7 +109,7 @@ def export(
 
     Args:
         path: the checkpoint.
-        out: The folder to make.
+        out: the folder to make.
         dtype: Format of the floating-point tensors; keep: as they are, which is that of the masters.
         shard_size: The most that one file may have: 5GB, 500MB, 2GiB.
         config: A config.json, or a folder of a model with one: it is copied, with generation settings and
@@ -115,7 +119,7 @@ def export(
     folder, index = _open(path)
     exporting = plan_export(folder, index, dtype=_DTYPES[dtype], shard_nbytes=most)
     with long_work("export", exporting.nbytes) as work:
-        write_export(exporting, out, config=config, progress=work.advance)
+        write_export(exporting, as_place(out, "OUT"), config=config, progress=work.advance)
     written = sum(tensor.nbytes for file in exporting.files.values() for tensor in file)
     print(
         f"written: {out}: {len(exporting.called):,} tensors, {volume(written)}, {len(exporting.files)} files"
@@ -126,21 +130,19 @@ def export(
 
 
 def import_(
-    path: Annotated[
-        tyro.conf.Positional[Path], tyro.conf.arg(help="a folder of safetensors", metavar="PATH")
-    ],
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
+    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="a folder of safetensors", metavar="PATH")],
+    out: _Out,
 ) -> int:
     """Make a checkpoint of mics from safetensors. mics.load reads safetensors directly too.
 
     Args:
         path: the folder.
-        out: The folder to make.
+        out: the folder to make.
     """
     folder, index = _open(path)
     nbytes = sum(tensor.nbytes for tensor in index.tensors.values())
     with long_work("import", nbytes) as work:
-        import_safetensors(folder, index, out, progress=work.advance)
+        import_safetensors(folder, index, as_place(out, "OUT"), progress=work.advance)
     print(f"written: {out}: {len(index.tensors):,} tensors, {volume(nbytes)}")
     return 0
 
@@ -154,15 +156,15 @@ def parse_size(text: str) -> int:
     return max(1, int(float(match[1]) * unit))
 
 
-def _open(path: Path) -> tuple[Path, Index]:
-    folder = find_checkpoint(path)
+def _open(path: str) -> tuple[Place, Index]:
+    folder = find_checkpoint(as_place(path, "PATH"))
     try:
         return folder, open_checkpoint(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: could not be read: {error.strerror or error}") from None
 
 
-def _torn_files(folder: Path, index: Index, advance: Callable[[int], None]) -> list[str]:
+def _torn_files(folder: Place, index: Index, advance: Callable[[int], None]) -> list[str]:
     def problem(name: str) -> str | None:
         try:
             verify_file(folder / name, index.files[name], advance)
@@ -174,7 +176,7 @@ def _torn_files(folder: Path, index: Index, advance: Callable[[int], None]) -> l
         return [found for found in workers.map(problem, index.files) if found is not None]
 
 
-def _torn_items(folder: Path, index: Index) -> Iterator[str]:
+def _torn_items(folder: Place, index: Index) -> Iterator[str]:
     """Parts of tensors whose archives are not what the index says."""
     for name, tensor in index.tensors.items():
         for chunk in tensor.chunks:

@@ -55,10 +55,16 @@ class HeldParam:
         """A tensor laid out as the shard (or the shard itself), as part of a whole tensor."""
         have, want = self.span(once=False), self.span(once=once)
         flat = values.detach().view(-1)
-        if not want:
-            return TensorPart(name=name, shape=self.shape, span=range(0), values=flat[:0])
-        cut = flat[want.start - have.start : want.stop - have.start]
-        return TensorPart(name=name, shape=self.shape, span=want, values=cut)
+        layout = self.unit.spec.layout
+        division = layout.slots[self.index].start, layout.piece_numel
+        cut = flat[want.start - have.start : want.stop - have.start] if want else flat[:0]
+        return TensorPart(
+            name=name,
+            shape=self.shape,
+            span=want or range(0),
+            values=cut,
+            division=division if once else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,20 +17,24 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import mics.checkpoint.folders as folders
+from mics.checkpoint.blocks import BlockWriter
 from mics.checkpoint.files import sync_folder, write_durably
 from mics.checkpoint.formats.safetensors_files import MAP_NAME, Planned, map_text, plan_file
 from mics.checkpoint.names import tensors_of_model
 from mics.checkpoint.reading import PartReader
-from mics.checkpoint.records import Index, TensorPart, dtype_name
+from mics.checkpoint.records import BLOCK_NBYTES, Index, TensorPart, dtype_name
+from mics.checkpoint.storage import Draft, Place, storage_of
 from mics.errors import CheckpointError, SettingsError
 
 _CONFIG: Final = "config.json"
@@ -53,7 +57,7 @@ _BESIDE: Final = (
 class Exporting:
     """What will be written."""
 
-    folder: Path
+    folder: Place
     index: Index
     called: dict[str, str]  # the model's names, and what the checkpoint calls them
     files: dict[str, list[Planned]]
@@ -65,7 +69,7 @@ class Exporting:
 
 
 def plan_export(
-    folder: Path, index: Index, *, dtype: torch.dtype | None = None, shard_nbytes: int
+    folder: Place, index: Index, *, dtype: torch.dtype | None = None, shard_nbytes: int
 ) -> Exporting:
     """Divide the model of a checkpoint into files of at most ``shard_nbytes``, or of one tensor."""
     called = tensors_of_model(index)
@@ -99,32 +103,62 @@ def divide_files(tensors: Iterable[Planned], *, shard_nbytes: int) -> dict[str, 
 
 def write_export(
     exporting: Exporting,
-    out: Path,
+    out: Place,
     *,
     config: Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write it. ``out`` has its name when everything in it is on disk."""
+    """Write it. ``out`` has its name when everything in it is on disk; on a store, the map is put last."""
     folders.check_new(out)
     beside = [] if config is None else _beside(config)
+    storage = storage_of(out)
     try:
-        partial = folders.begin(out)
-        reader = PartReader(exporting.folder, exporting.index)
-        for name, planned in exporting.files.items():
-            _write_file(partial / name, planned, exporting, reader, progress)
-        write_durably(partial / MAP_NAME, map_text(exporting.files).encode())
-        for file in beside:
-            shutil.copyfile(file, partial / (_CONFIG if file == config else file.name))
-        if (partial / _CONFIG).is_file():
-            _tell_dtype(partial / _CONFIG, exporting.files.values())
-        sync_folder(partial)
-        folders.publish(out)
+        draft = storage.begin(out)
     except OSError as error:
-        folders.abandon(out)
+        raise CheckpointError(f"{out}: could not be written: {error.strerror or error}") from error
+    try:
+        with _desk(draft) as desk:
+            reader = PartReader(exporting.folder, exporting.index)
+            for file in beside:
+                shutil.copyfile(file, desk / (_CONFIG if file == config else file.name))
+            if (desk / _CONFIG).is_file():
+                _tell_dtype(desk / _CONFIG, exporting.files.values())
+            _hand_over(desk, draft)
+            for name, planned in exporting.files.items():
+                _write_file(desk / name, planned, exporting, reader, progress)
+                _hand_over(desk, draft)
+            write_durably(desk / MAP_NAME, map_text(exporting.files).encode())
+            _hand_over(desk, draft)
+            sync_folder(desk)
+        storage.publish(draft)
+    except OSError as error:
+        storage.abandon(draft)
         raise CheckpointError(f"{out}: could not be written: {error.strerror or error}") from error
     except BaseException:
-        folders.abandon(out)
+        storage.abandon(draft)
         raise
+
+
+@contextmanager
+def _desk(draft: Draft) -> Iterator[Path]:
+    """A folder on a disk to make files in, which are mapped: the draft's own, or one to upload from."""
+    if isinstance(draft.where, Path):
+        yield draft.where
+        return
+    with TemporaryDirectory(prefix="mics-export-") as folder:
+        yield Path(folder)
+
+
+def _hand_over(desk: Path, draft: Draft) -> None:
+    """Upload what is ready, where the draft is not on this disk: it holds one file at a time."""
+    if desk == draft.where:
+        return
+    for file in sorted(desk.iterdir()):
+        with BlockWriter(draft.where / file.name) as stream, file.open("rb") as content:
+            while block := content.read(BLOCK_NBYTES):
+                stream.write(block)
+            stream.finish()
+        file.unlink()
 
 
 def _write_file(

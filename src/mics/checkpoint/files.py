@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from mics.errors import CheckpointError
 
@@ -23,48 +23,66 @@ _KINDS: Final = {
 }
 
 
-def open_file(path: Path) -> BinaryIO:
+class LocalFile:
     """A plain file, to read from; links to one are followed."""
-    try:
-        # A FIFO that nobody writes to would be waited for here.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-        if kind != stat.S_IFREG:
-            os.close(descriptor)
-            raise CheckpointError(f"{path}: expected a file, found {_KINDS.get(kind, 'something else')}")
-        return os.fdopen(descriptor, "rb", buffering=0)
-    except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: expected a file of this checkpoint, found {found}") from None
+
+    num_readers: Final = 2
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            # A FIFO that nobody writes to would be waited for here.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            found = os.fstat(self._descriptor)
+            kind = stat.S_IFMT(found.st_mode)
+            if kind != stat.S_IFREG:
+                os.close(self._descriptor)
+                raise CheckpointError(f"{path}: expected a file, found {_KINDS.get(kind, 'something else')}")
+            self.nbytes = found.st_size
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{path}: expected a file of this checkpoint, found {reason}") from None
+
+    def read_into(self, view: memoryview, start: int) -> int:
+        """Fill ``view`` with the bytes from ``start`` on; how many there were."""
+        filled = 0
+        try:
+            while filled < len(view) and (
+                got := os.preadv(self._descriptor, [view[filled:]], start + filled)
+            ):
+                filled += got
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: could not be read: {error.strerror or error}") from None
+        return filled
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
-def size_of(path: Path) -> int:
-    """The length of a plain file."""
-    with open_file(path) as file:
-        return os.fstat(file.fileno()).st_size
+class LocalSink:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+
+    def write(self, content: memoryview) -> None:
+        written = 0
+        while written < len(content):
+            written += self._file.write(content[written:])
+
+    def flush(self) -> None:
+        """Have what was written so far on disk; called beside ``write``."""
+        os.fdatasync(self._file.fileno())
+
+    def finish(self) -> None:
+        """Have all of it on disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
 
 
-def read_file(path: Path, *, most: int) -> bytes:
-    """All of a file of at most ``most`` bytes."""
-    with open_file(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > most:
-            raise CheckpointError(f"{path}: expected at most {most:,} bytes, found {nbytes:,}")
-        return read_part(file, path, nbytes)
-
-
-def read_part(file: BinaryIO, path: Path, nbytes: int) -> bytes:
-    """The next bytes of a file, or all that are left."""
-    content = bytearray()
-    try:
-        while part := file.read(nbytes - len(content)):
-            content += part
-    except OSError as error:
-        raise CheckpointError(f"{path}: could not be read: {error.strerror or error}") from None
-    return bytes(content)
-
-
-def parse_json(content: bytes, path: Path) -> Any:
+def parse_json(content: bytes, path: Any) -> Any:
     """What JSON says; a key that stands twice in an object is an error, as one of them would be lost."""
     try:
         return json.loads(content, object_pairs_hook=_once)

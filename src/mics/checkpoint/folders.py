@@ -7,40 +7,29 @@
         .step-300.partial/  being written, or left by a run that was killed
 
 A folder gets its name when everything in it is on disk, and ``latest`` is moved after that: whatever moment a
-run ends at, ``latest`` names a whole checkpoint.
+run ends at, ``latest`` names a whole checkpoint. How that is done is the storage's.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import shutil
-from pathlib import Path
 from typing import Final
 
-from mics.checkpoint.files import read_file, sync_folder, write_durably
-from mics.checkpoint.index import INDEX_NAME
+from mics.checkpoint.storage import INDEX_NAME, Place, homes_of, modified_ns, read_file, storage_of
 from mics.errors import CheckpointError, SettingsError
 
 LATEST: Final = "latest"
 _STEP: Final = re.compile(r"step-([0-9]{1,19})")  # a longer one is no number of ours
-_LEFTOVER: Final = re.compile(r"\.(step-\d+)\.(partial|removed|previous)")
-_OURS: Final = re.compile(r"__\d+_\d+\.distcp|rank-\d+\.json|\.metadata|mics\.json(\.sha256)?(\.tmp)?")
+_OURS: Final = re.compile(
+    r"__\d+_\d+(-[0-9a-f]+)?\.distcp|rank-\d+(\.index)?(-[0-9a-f]+)?\.json|\.metadata"
+    r"|mics\.json(\.sha256)?(\.tmp)?"
+)
 _MAX_LATEST_NBYTES: Final = 1 << 10
 _LOG: Final = logging.getLogger("mics")
 
 
-def partial_of(folder: Path) -> Path:
-    """Where ``folder`` is written before it is whole."""
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def previous_of(folder: Path) -> Path:
-    """Where the one of that name waits while it is replaced."""
-    return folder.with_name(f".{folder.name}.previous")
-
-
-def check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Place) -> None:
     """Raise if something stands at ``folder`` that is no checkpoint: nothing else is ever removed."""
     if not folder.exists():
         return
@@ -54,7 +43,7 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
-def check_new(folder: Path) -> None:
+def check_new(folder: Place) -> None:
     """Raise if anything stands at ``folder``."""
     if folder.exists():
         raise SettingsError(
@@ -62,37 +51,12 @@ def check_new(folder: Path) -> None:
         )
 
 
-def begin(folder: Path) -> Path:
-    """An empty folder to write ``folder`` in."""
-    partial = partial_of(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    return partial
+def point_latest(root: Place, name: str) -> None:
+    """Let ``latest`` name a checkpoint that is whole."""
+    storage_of(root).write(root / LATEST, f"{name}\n".encode())
 
 
-def publish(folder: Path) -> None:
-    """Give a folder that is whole its name. One of that name is replaced: one is there at every moment."""
-    partial, previous = partial_of(folder), previous_of(folder)
-    if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        folder.rename(previous)
-    partial.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def abandon(folder: Path) -> None:
-    """Remove what was written of a folder that will not be whole."""
-    shutil.rmtree(partial_of(folder), ignore_errors=True)
-
-
-def point_latest(root: Path, name: str) -> None:
-    """Let ``latest`` name a checkpoint that is on disk."""
-    write_durably(root / LATEST, f"{name}\n".encode())
-
-
-def prune(root: Path, keep: int | None) -> None:
+def prune(root: Place, keep: int | None) -> None:
     """Remove all but the last ``keep`` that were saved, and never the one that ``latest`` names.
 
     The last that were saved, not the highest: a run that went back saves lower steps again.
@@ -102,52 +66,38 @@ def prune(root: Path, keep: int | None) -> None:
     named = _pointed(root)
     for step in steps_in(root)[:-keep]:
         if step_name(step) != named:
-            # A name of its own first: a folder that is half removed must not look like a checkpoint.
-            doomed = root / f".{step_name(step)}.removed"
             try:
-                shutil.rmtree(doomed, ignore_errors=True)
-                (root / step_name(step)).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-            except OSError as error:
+                storage_of(root).remove(root / step_name(step))
+            except (OSError, CheckpointError) as error:
                 _LOG.warning("%s: could not be removed: %s", root / step_name(step), error)
-
-
-def sweep(root: Path) -> None:
-    """Clear away what runs that were killed have left among the checkpoints of steps."""
-    for each in list(root.iterdir()) if root.is_dir() else []:
-        match = _LEFTOVER.fullmatch(each.name)
-        if match and match[2] == "previous" and not (root / match[1]).exists():
-            each.rename(root / match[1])  # killed between the two: the old one is the only one
-        elif match:
-            shutil.rmtree(each, ignore_errors=True)
 
 
 def step_name(step: int) -> str:
     return f"step-{step}"
 
 
-def steps_in(root: Path) -> list[int]:
+def steps_in(root: Place) -> list[int]:
     """The steps that have a whole checkpoint, in the order in which they were saved."""
     found = []
     for each in root.iterdir() if root.is_dir() else ():
         match, index = _STEP.fullmatch(each.name), each / INDEX_NAME
         if match and step_name(int(match[1])) == each.name and index.is_file():
-            found.append((index.stat().st_mtime_ns, int(match[1])))
+            found.append((modified_ns(index), int(match[1])))
     return [step for _, step in sorted(found)]
 
 
-def latest_in(root: Path) -> Path | None:
+def latest_in(root: Place) -> Place | None:
     """The folder that ``latest`` names; where it names none that is whole, the last that was saved."""
     named = _pointed(root)
     if named:
-        for folder in (root / named, previous_of(root / named)):
+        for folder in homes_of(root / named):
             if (folder / INDEX_NAME).is_file():
                 return folder
     steps = steps_in(root)
     return root / step_name(steps[-1]) if steps else None
 
 
-def _pointed(root: Path) -> str:
+def _pointed(root: Place) -> str:
     """The name in ``latest``, or nothing."""
     try:
         name = read_file(root / LATEST, most=_MAX_LATEST_NBYTES).decode(errors="replace").strip()

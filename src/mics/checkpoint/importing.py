@@ -17,19 +17,24 @@ from mics.checkpoint.formats.dcp_writing import PickledValues
 from mics.checkpoint.formats.safetensors_files import FORMAT
 from mics.checkpoint.records import MODEL, Index, TensorPart
 from mics.checkpoint.snapshot import Snapshot
+from mics.checkpoint.storage import Place
 from mics.comm.host_group import HostGroup
 from mics.comm.world import World
 from mics.errors import SettingsError
 
 
 def import_safetensors(
-    folder: Path, index: Index, out: Path, *, progress: Callable[[int], None] | None = None
+    folder: Place, index: Index, out: Place, *, progress: Callable[[int], None] | None = None
 ) -> None:
     """Write the tensors of ``folder`` as a checkpoint of a model."""
     if index.about.get("format") != FORMAT:
         raise SettingsError(
             f"{folder}: expected a folder of safetensors, found another checkpoint; mics.load reads it as "
             "it is"
+        )
+    if not isinstance(folder, Path):
+        raise SettingsError(
+            f"{folder}: expected a folder of safetensors on a disk, found a URL; mics.load reads it as it is"
         )
     folders.check_new(out)
     mapped = {name: _mapped(folder / name) for name, file in index.files.items() if file.nbytes}
@@ -38,7 +43,6 @@ def import_safetensors(
         folder=out,
         step=None,
         keep=None,
-        rank=0,
         world=World(rank=0, size=1, default_group=None),
         host=HostGroup(),
         parts=_parts(index, mapped),

@@ -6,16 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from mics.checkpoint.arguments import as_extra_state, as_optimizers, as_path
+from mics.checkpoint.arguments import as_extra_state, as_optimizers, as_place
 from mics.checkpoint.contents import Contents, contents_of
-from mics.checkpoint.index import INDEX_NAME
 from mics.checkpoint.names import is_state, model_names
 from mics.checkpoint.opening import find_checkpoint, open_checkpoint
 from mics.checkpoint.optimizers import Fill, check_groups, plan_fill
@@ -23,6 +21,7 @@ from mics.checkpoint.own_state import OwnState, read_own_state
 from mics.checkpoint.reading import PartReader, Reading, nbytes_of
 from mics.checkpoint.records import Index
 from mics.checkpoint.saving import engine_in, join_hosts
+from mics.checkpoint.storage import INDEX_NAME, Place
 from mics.checkpoint.telling import told
 from mics.checkpoint.together import Explain, together
 from mics.checkpoint.values import decode
@@ -39,7 +38,7 @@ _LOG: Final = logging.getLogger("mics")
 
 @collective_call
 def load(
-    path: str | Path,
+    path: str | Place,
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     extra_state: Mapping[str, Any] | None = None,
@@ -49,8 +48,8 @@ def load(
     """Load a checkpoint into a sharded model and its optimizer. All ranks must call it.
 
     ``path``: a checkpoint, a folder of them (the latest is taken), one that torch.distributed.checkpoint
-    wrote, or a folder of safetensors. Sizes of the world and of partition groups, optimizer sharding, units
-    and devices may differ from those it was saved with.
+    wrote, or a folder of safetensors; a path or a URL. Sizes of the world and of partition groups, optimizer
+    sharding, units and devices may differ from those it was saved with.
 
     Objects of ``extra_state`` that have ``load_state_dict`` are given their state. Returned is all of the
     extra state: this rank's own where the world is as large as it was, else that of rank 0. Random state is
@@ -64,7 +63,7 @@ def load(
 
     with torch.inference_mode(False), torch.no_grad(), plainly(), world.explaining("load", str(path)):
         # ``latest`` may be moved while we look: the first rank says which it is.
-        found = agreed(lambda: find_checkpoint(as_path(path, "mics.load")) if host.rank == 0 else None)
+        found = agreed(lambda: find_checkpoint(as_place(path, "mics.load")) if host.rank == 0 else None)
         folder = host.all_gather(found)[0]
 
         def explain(rank: int, error: Exception) -> CheckpointError:
@@ -84,7 +83,7 @@ def load(
 class _Load:
     """A load of which everything is known but the values of tensors. The model is still as it was."""
 
-    folder: Path
+    folder: Place
     index: Index
     engine: Engine
     model: nn.Module
@@ -128,7 +127,7 @@ class _Load:
 
 
 def _prepare(
-    folder: Path, world: World, model: nn.Module, optimizer: Any, extra_state: Any, *, strict: bool
+    folder: Place, world: World, model: nn.Module, optimizer: Any, extra_state: Any, *, strict: bool
 ) -> _Load:
     """Everything that can be found wrong without values."""
     engine = engine_in(world, model, "mics.load")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from mics.checkpoint.folders import LATEST, latest_in, previous_of
+from mics.checkpoint.folders import LATEST, latest_in
 from mics.checkpoint.formats.dcp import METADATA_NAME, open_dcp
 from mics.checkpoint.formats.safetensors_files import open_safetensors
-from mics.checkpoint.index import INDEX_NAME, read_index
+from mics.checkpoint.index import read_index
 from mics.checkpoint.records import Index
+from mics.checkpoint.storage import INDEX_NAME, Place, homes_of
 from mics.errors import CheckpointError
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Place) -> Place:
     """The checkpoint that ``path`` means: itself, or the latest of the steps in it."""
-    for folder in (path, previous_of(path)):
+    for folder in homes_of(path):
         if (folder / INDEX_NAME).exists() or is_foreign(folder):
             return folder
     latest = latest_in(path)
@@ -29,7 +28,7 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def open_checkpoint(folder: Path) -> Index:
+def open_checkpoint(folder: Place) -> Index:
     """The index of a checkpoint. Values are not looked at."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
@@ -40,11 +39,11 @@ def open_checkpoint(folder: Path) -> Index:
     )
 
 
-def is_foreign(folder: Path) -> bool:
+def is_foreign(folder: Place) -> bool:
     """Whether a checkpoint of one of these formats is there."""
     return (folder / METADATA_NAME).exists() or any(folder.glob("*.safetensors"))
 
 
-def open_foreign(folder: Path) -> Index:
+def open_foreign(folder: Place) -> Index:
     """The index of a checkpoint of one of these formats. Values are not looked at."""
     return open_dcp(folder) if (folder / METADATA_NAME).exists() else open_safetensors(folder)

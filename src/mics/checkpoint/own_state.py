@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch.nn as nn
@@ -18,6 +17,7 @@ from mics.checkpoint.blocks import BlockReader
 from mics.checkpoint.files import parse_json
 from mics.checkpoint.random_state import check_random_state, random_state
 from mics.checkpoint.records import Index
+from mics.checkpoint.storage import Place
 from mics.checkpoint.values import decode, encode
 from mics.engine import Engine
 from mics.errors import CheckpointError, SettingsError
@@ -25,9 +25,9 @@ from mics.errors import CheckpointError, SettingsError
 _MAX_NBYTES: Final = 4 << 30  # it is read as a whole
 
 
-def own_file(rank: int) -> str:
+def own_file(rank: int, tag: str = "") -> str:
     """The file of what each rank has to itself: random state, the position in its data."""
-    return f"rank-{rank}.json"
+    return f"rank-{rank}-{tag}.json" if tag else f"rank-{rank}.json"
 
 
 def own_state(engine: Engine, extra_state: Mapping[Any, Any]) -> bytes:
@@ -64,7 +64,7 @@ def _states_of(extra_state: Mapping[str, Any]) -> dict[str, Any]:
 class OwnState:
     """What a rank has to itself: random state and extra state."""
 
-    file: Path
+    file: Place
     extra: dict[str, Any]
     given: Mapping[str, Any]
     restore_random: Callable[[], None] | None
@@ -85,10 +85,10 @@ class OwnState:
         return self.extra
 
 
-def read_own_state(folder: Path, index: Index, engine: Engine, given: Mapping[str, Any]) -> OwnState:
+def read_own_state(folder: Place, index: Index, engine: Engine, given: Mapping[str, Any]) -> OwnState:
     """This rank's own where the world is as large as it was, else rank 0's, without its random state."""
     same = index.about.get("world_size") == engine.world.size
-    name = own_file(engine.world.rank if same else 0)
+    name = own_file(engine.world.rank if same else 0, str(index.about.get("tag", "")))
     file = folder / name
     try:
         own = decode(_content(file, index, name)) if name in index.files else {}
@@ -106,7 +106,7 @@ def read_own_state(folder: Path, index: Index, engine: Engine, given: Mapping[st
     return OwnState(file=file, extra=extra, given=given, restore_random=random)
 
 
-def _content(file: Path, index: Index, name: str) -> Any:
+def _content(file: Place, index: Index, name: str) -> Any:
     stored = index.files[name]
     if stored.nbytes > _MAX_NBYTES:
         raise CheckpointError(f"expected at most {_MAX_NBYTES:,} bytes, found {stored.nbytes:,}")

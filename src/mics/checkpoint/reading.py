@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,13 +15,14 @@ from mics.checkpoint.blocks import BlockReader, open_stored
 from mics.checkpoint.boxes import Box, boxes_of, pieces, runs
 from mics.checkpoint.formats.dcp import located
 from mics.checkpoint.records import BLOCK_NBYTES, Index, StoredChunk, TensorPart
+from mics.checkpoint.storage import Place
 from mics.errors import CheckpointError
 
 
 class PartReader:
     """Reads parts of tensors by the index of a checkpoint: no pickle, no torch.load."""
 
-    def __init__(self, folder: Path, index: Index) -> None:
+    def __init__(self, folder: Place, index: Index) -> None:
         self._folder = folder
         self._index = index
         self._located: dict[tuple[str, StoredChunk], StoredChunk] = {}
@@ -54,7 +54,7 @@ class PartReader:
     def _copies_of(self, part: TensorPart, name: str) -> Iterator[tuple[str, Iterator[_Copy]]]:
         stored = self._index.find(name)
         assert stored is not None, name
-        near = _Near(stored.chunks)
+        near = _Near(self._index.chunks_of(name, part.span))
         found = 0
         for start, box in boxes_of(part.shape, part.span):
             at = start - part.span.start

@@ -6,9 +6,9 @@ need stands here, and only here: they know no more of each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ _MAX_DIMS: Final = 64
 _MAX_NUMBER: Final = 1 << 62  # positions and sizes, also multiplied by the width of a format
 MAX_INDEX_NBYTES: Final = 512 << 20
 """That of a model of 10^12 parameters, written by thousands of ranks, has about half."""
+_MAX_BLOCK_NBYTES: Final = 64 << 20
 BLOCK_NBYTES: Final = 8 << 20
 """Hashed, read and checked together. Smaller blocks make the index long, larger ones small reads slow."""
 
@@ -45,19 +46,65 @@ class StoredChunk:
     """Not None: the values lie somewhere in an archive of torch.save, which begins at ``position``."""
 
 
+@dataclass(frozen=True)
+class PieceWriters:
+    """Which rank wrote which elements of a tensor: a unit's pieces are equally long, and each has a rank.
+
+    unit      |  piece 0  |  piece 1  |  piece 2  |      piece_numel each, written by writers[0], [1], [2]
+    tensor          ^ start
+    """
+
+    start: int  # of the tensor, in its unit
+    piece_numel: int
+    writers: tuple[int, ...]
+
+    def piece_of(self, element: int) -> int:
+        return (self.start + element) // self.piece_numel
+
+    def span(self, piece: int, numel: int) -> range:
+        """The elements, of ``numel``, that a piece has."""
+        start = max(0, piece * self.piece_numel - self.start)
+        return range(start, max(start, min(numel, (piece + 1) * self.piece_numel - self.start)))
+
+    def spans(self, span: range, numel: int) -> Iterator[tuple[int, range]]:
+        """The ranks that wrote elements of ``span``, each with all that it wrote of the tensor."""
+        if span:
+            for piece in range(self.piece_of(span.start), self.piece_of(span.stop - 1) + 1):
+                yield self.writers[piece], self.span(piece, numel)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
+    chunks: tuple[StoredChunk, ...] = ()
     whole: bool = False
     """Not divided over ranks: an optimizer's step count, a buffer."""
+    division: PieceWriters | None = None
+    """In place of chunks: they are in the parts of the index that its ranks wrote."""
+
+    @property
+    def numel(self) -> int:
+        return Box((), self.shape).numel
 
     @property
     def nbytes(self) -> int:
-        return Box((), self.shape).numel * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts it was written in; with a division, by how many ranks."""
+        if self.division is None:
+            return len(self.chunks)
+        return len(list(self.division.spans(range(self.numel), self.numel)))
+
+
+class ChunkLookup(Protocol):
+    """Finds the chunks of tensors whose index has a division in place of them."""
+
+    def chunks_of(self, name: str, tensor: StoredTensor, span: range) -> Iterable[StoredChunk]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +124,9 @@ class Index:
     """Everything in a checkpoint but the values."""
 
     tensors: dict[str, StoredTensor]
-    files: dict[str, StoredFile]
+    files: Mapping[str, StoredFile]
+    lookup: ChunkLookup | None = None
+    """Where ranks have parts of the index."""
     model_prefix: str = MODEL
     """What stands before the names of the model's tensors."""
     beside: frozenset[str] = frozenset()
@@ -96,6 +145,14 @@ class Index:
     def find(self, name: str) -> StoredTensor | None:
         return self.tensors.get(self.aliases.get(name, name))
 
+    def chunks_of(self, name: str, span: range) -> Sequence[StoredChunk]:
+        """Chunks of a tensor that is there, among them all that hold elements of ``span``."""
+        key = self.aliases.get(name, name)
+        tensor = self.tensors[key]
+        if tensor.division is None or self.lookup is None:
+            return tensor.chunks
+        return list(self.lookup.chunks_of(key, tensor, span))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart:
@@ -106,6 +163,8 @@ class TensorPart:
     span: range
     values: Tensor  # [len(span)], memory of the model or its optimizer
     whole: bool = False
+    division: tuple[int, int] | None = None
+    """Where the tensor begins in its unit, and the length of the unit's pieces; None: this rank has all."""
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +199,37 @@ def check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, StoredFile
         raise CheckpointError(
             f"{name}: chunks that overlap, leave something out or lie outside of its shape {tensor.shape}"
         )
+
+
+def file_to_json(file: StoredFile) -> dict[str, Any]:
+    return {
+        "nbytes": file.nbytes,
+        "block_nbytes": file.block_nbytes,
+        "digest": file.digest,
+        "digests": file.digests,
+    }
+
+
+def file_of(name: Any, entry: Any) -> StoredFile:
+    """A file of this folder with a digest for every byte, by whoever described it."""
+    if not isinstance(name, str) or not name or "/" in name or name in (".", "..") or not name.isprintable():
+        raise CheckpointError(f"{str(name)[:60]!r} is no plain file name")
+    digest, digests = entry["digest"], entry["digests"]
+    if not isinstance(digest, str) or not isinstance(digests, list):
+        raise CheckpointError(f"{name}: expected digests, found {type(digests).__name__}")
+    if not all(isinstance(each, str) for each in digests):
+        raise CheckpointError(f"{name}: expected digests to be strings")
+    stored = StoredFile(
+        nbytes=count_of(entry["nbytes"]),
+        block_nbytes=count_of(entry["block_nbytes"]),
+        digest=digest,
+        digests=tuple(digests),
+    )
+    if not 1 <= stored.block_nbytes <= _MAX_BLOCK_NBYTES:
+        raise CheckpointError(f"{name}: {stored.nbytes} bytes in blocks of {stored.block_nbytes}")
+    if len(stored.digests) != -(-stored.nbytes // stored.block_nbytes):
+        raise CheckpointError(f"{name}: {len(stored.digests)} digests for {stored.nbytes:,} bytes")
+    return stored
 
 
 def dtype_name(dtype: torch.dtype) -> str:

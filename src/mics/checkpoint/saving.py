@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,12 +17,13 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 import mics.checkpoint.folders as folders
-from mics.checkpoint.arguments import as_extra_state, as_integer, as_optimizers, as_path
+from mics.checkpoint.arguments import as_extra_state, as_integer, as_optimizers, as_place
 from mics.checkpoint.background import Saving, Staging, finish_all
 from mics.checkpoint.contents import contents_of, groups_by_name, parts_to_save
 from mics.checkpoint.formats.dcp_writing import PickledValues, pickled_values
 from mics.checkpoint.own_state import own_state
 from mics.checkpoint.snapshot import Snapshot
+from mics.checkpoint.storage import Place
 from mics.checkpoint.together import together
 from mics.checkpoint.values import encode
 from mics.comm.host_group import HostGroup
@@ -40,7 +40,7 @@ _staging: Final[weakref.WeakKeyDictionary[Engine, Staging]] = weakref.WeakKeyDic
 
 @collective_call
 def save(
-    path: str | Path,
+    path: str | Place,
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     extra_state: Mapping[str, Any] | None = None,
@@ -51,8 +51,9 @@ def save(
 ) -> Saving:
     """Save a sharded model, its optimizer and whatever else a run needs to go on. All ranks must call it.
 
-    ``path`` is the checkpoint's folder. With ``step`` it is a folder of checkpoints instead: this one is
-    ``path/step-N``, ``path/latest`` names it once it is on disk, and the last ``keep`` of them stay.
+    ``path`` is the checkpoint's folder: a path, or a URL of an object store (``"s3://bucket/run"``). With
+    ``step`` it is a folder of checkpoints instead: this one is ``path/step-N``, ``path/latest`` names it once
+    it is complete, and the last ``keep`` of them stay.
 
     ``extra_state``: numbers, strings, tensors, containers of them, and objects with ``state_dict()`` (a
     scheduler, a gradient scaler, a data loader). Each rank's own is kept, as is its random state.
@@ -74,7 +75,8 @@ def save(
         engine = engine_of(model)
         if not wait:
             snapshot = together(host, "mics.save", lambda: _staged(engine, snapshot), _cannot)
-    saving = Saving(Path(path) if step is None else Path(path) / snapshot.folder.name)
+    given = as_place(path, "mics.save")
+    saving = Saving(given if step is None else given / snapshot.folder.name)
     saving.nbytes = snapshot.parts_nbytes
     if wait:
         snapshot.write()
@@ -136,7 +138,7 @@ def _prepare(
         raise SettingsError(f"mics.save: expected keep together with step, found keep={keep} alone")
     extra_state = as_extra_state(extra_state, "mics.save")
     optimizers = as_optimizers(optimizer, "mics.save")
-    root = as_path(path, "mics.save").resolve()  # the working directory may change while it is written
+    root = as_place(path, "mics.save").resolve()  # the working directory may change while it is written
     folder = root if step is None else root / folders.step_name(step)
     rank = world.rank
     if rank == 0:
@@ -148,7 +150,6 @@ def _prepare(
         folder=folder,
         step=step,
         keep=keep,
-        rank=rank,
         world=world,
         host=host,
         parts=[part for part in parts_to_save(contents, optimizers, rank=rank) if part.span],
@@ -164,8 +165,16 @@ def _prepare(
         param_groups=None if groups is None else encode(groups, "optimizer.param_groups"),
         module_state=encode(contents.module_state, "model"),
         own=own_state(engine, extra_state),
+        position=_position(engine),
         values=pickled_values(groups, contents.module_state) if rank == 0 else PickledValues(),
     )
+
+
+def _position(engine: Engine) -> int | None:
+    """The piece that this rank writes of each unit."""
+    units = engine.members.units()
+    found = {unit.share.chunk * unit.spec.layout.num_pieces + unit.share.piece for unit in units}
+    return found.pop() if len(found) == 1 else None
 
 
 def _cannot(rank: int, error: Exception) -> Exception:

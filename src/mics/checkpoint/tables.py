@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -13,12 +12,13 @@ from rich.text import Text
 
 from mics.checkpoint.names import is_state, tensors_of_model
 from mics.checkpoint.records import Index, StoredTensor, dtype_name
+from mics.checkpoint.storage import Place
 from mics.utils.numbers import volume
 
 _MAX_FILES: Final = 16
 
 
-def tables_of(folder: Path, index: Index, *, tensors: bool) -> RenderableType:
+def tables_of(folder: Place, index: Index, *, tensors: bool) -> RenderableType:
     """Everything that is known without reading values."""
     parts: list[RenderableType] = [_summary(folder, index), Text(), _contents(index), Text(), _files(index)]
     if tensors:
@@ -26,7 +26,7 @@ def tables_of(folder: Path, index: Index, *, tensors: bool) -> RenderableType:
     return Group(*parts)
 
 
-def _summary(folder: Path, index: Index) -> Table:
+def _summary(folder: Place, index: Index) -> Table:
     table = Table.grid(padding=(0, 2))
     about = index.about
     known = {
@@ -112,7 +112,7 @@ def _tensors(index: Index) -> Table:
     table.add_column("parts", justify="right")
     for name, tensor in index.tensors.items():
         shape = " x ".join(map(str, tensor.shape)) or "-"
-        table.add_row(name, shape, dtype_name(tensor.dtype), volume(tensor.nbytes), str(len(tensor.chunks)))
+        table.add_row(name, shape, dtype_name(tensor.dtype), volume(tensor.nbytes), str(tensor.num_parts))
     for alias, name in index.aliases.items():
         table.add_row(alias, f"tied to {name}", "", "", "")
     return table

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
+from mics.checkpoint.storage import Place
 from mics.utils.progress import long_work
 
 _LOG: Final = logging.getLogger("mics")
@@ -15,7 +15,7 @@ _SECONDS = 10.0  # between lines
 
 
 @contextmanager
-def told(what: str, folder: Path, nbytes: int, *, rank: int) -> Iterator[Callable[[int], None] | None]:
+def told(what: str, folder: Place, nbytes: int, *, rank: int) -> Iterator[Callable[[int], None] | None]:
     """What is inside calls what this yields with the bytes it has done. None: nobody wants to know."""
     if rank != 0 or not _LOG.isEnabledFor(logging.INFO):
         yield None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mics.checkpoint.records import Index, StoredTensor, TensorPart
+from mics.checkpoint.storage import Place
 from mics.errors import CheckpointError
 
 
@@ -50,7 +50,7 @@ class Wanted:
         elif part.span:
             self.parts.append((part, name))
 
-    def raise_problems(self, folder: Path) -> None:
+    def raise_problems(self, folder: Place) -> None:
         if self.problems:
             more = f"\n  and {len(self.problems) - 8} more" if len(self.problems) > 8 else ""
             listed = "\n  ".join(self.problems[:8])

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from pickle import dumps, loads
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
+
+_GATHER_TAG: Final = 1
 
 
 class HostGroup:
@@ -43,21 +45,45 @@ class HostGroup:
         """``value`` of every rank, on the first; None on the others."""
         if self._backend is None:
             return [value]
-        sizes, own = self._announced(value)
-        places = _places(sizes) if self.rank == 0 else []
-        self._backend.gather(places, own, 0).wait()
-        return _objects(places, sizes) if self.rank == 0 else None
+        content = bytearray(dumps(value))
+        sizes = self._sizes(len(content))
+        # Each rank sends what it has: to pad all to the longest would take as much from every rank.
+        if self.rank != 0:
+            self._backend.send([torch.frombuffer(content, dtype=torch.uint8)], 0, _GATHER_TAG).wait()
+            return None
+        places = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        arriving = [self._backend.recv([places[rank]], rank, _GATHER_TAG) for rank in range(1, self.size)]
+        for each in arriving:
+            each.wait()
+        return [value, *_objects(places[1:], sizes[1:])]
+
+    def broadcast(self, value: Any) -> Any:
+        """``value`` of the first rank, on all."""
+        if self._backend is None:
+            return value
+        content = bytearray(dumps(value) if self.rank == 0 else b"")
+        (size, *_) = self._sizes(len(content))
+        place = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(
+            size, dtype=torch.uint8, device="cpu"
+        )  # fmt: skip
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._backend.broadcast([place], options).wait()
+        return value if self.rank == 0 else _objects([place], [size])[0]
 
     def _announced(self, value: Any) -> tuple[list[int], Tensor]:
         """How many bytes each rank's value has, and those of this rank's, with room for the longest."""
         assert self._backend is not None
         content = bytearray(dumps(value))
-        counts = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        count = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
-        self._backend.allgather(counts, count).wait()
-        sizes = [int(each) for each in counts]
+        sizes = self._sizes(len(content))
         content.extend(bytes(max(sizes) - len(content)))
         return sizes, torch.frombuffer(content, dtype=torch.uint8)
+
+    def _sizes(self, nbytes: int) -> list[int]:
+        """How many bytes each rank has."""
+        counts = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        self._backend.allgather(counts, torch.tensor([nbytes], dtype=torch.int64, device="cpu")).wait()
+        return [int(each) for each in counts]
 
 
 def _places(sizes: Sequence[int]) -> list[Tensor]:

@@ -32,7 +32,7 @@ def read_settings(file: Path | None, checkpoint_dir: Path | None) -> RunSettings
 def _wishes(train: TrainConfig, checkpoint_dir: Path | None, *, known: bool) -> Wishes:
     folder = checkpoint_dir or (train.checkpoint_dir if train.checkpoint.interval else None)
     return Wishes(
-        checkpoint_dir=folder,
+        checkpoint_dir=folder if isinstance(folder, Path) else None,  # a store is no folder to share
         checkpoint_nbytes=_NBYTES_PER_PARAMETER * num_parameters(train) if known else None,
         kept=train.checkpoint.keep,
         partition_size=train.sharding.partition_size,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mics.checkpoint.folders import latest_in
+from mics.checkpoint.storage import Place
 from mics.train.metrics import Measurement
 from mics.utils.numbers import clock, fixed, memory, percent, roughly, tflops, volume, whole
 from mics.utils.sparkline import Curve, sparkline
@@ -33,7 +34,7 @@ class Board:
 
     num_steps: int
     on_gpu: bool
-    checkpoint_dir: Path | None = None
+    checkpoint_dir: Place | None = None
     """None where the run saves none."""
     measurement: Measurement | None = None
     losses: Curve = field(default_factory=Curve)
@@ -181,13 +182,15 @@ class Board:
         """``step 100, 12 s ago``: what is on disk, and what is on its way there."""
         if self.checkpoint_dir is None:
             return ""
+        if not isinstance(self.checkpoint_dir, Path):  # nobody asks a store every other second
+            return "" if self.saving_step is None else f"step {self.saving_step:,}, begun"
         if now - self._saved[0] >= _LOOK_SECONDS:
             self._saved = now, _latest(self.checkpoint_dir, self.saving_step)
         return self._saved[1]
 
 
 def _latest(folder: Path, saving_step: int | None) -> str:
-    latest = latest_in(folder)
+    latest = cast(Path | None, latest_in(folder))
     step = None if latest is None else int(latest.name.rpartition("-")[2])
     if saving_step is not None and step != saving_step:
         return f"step {saving_step:,}, being written"

@@ -1,5 +1,6 @@
 """The checkpoints of ``mics train``: when one is written, and which one a run goes on from."""
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,8 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mics
+from mics.checkpoint.arguments import as_place
 from mics.checkpoint.folders import latest_in, point_latest, step_name, steps_in
 from mics.checkpoint.opening import find_checkpoint
+from mics.checkpoint.remote import remove
+from mics.checkpoint.storage import Place, read_file, storage_of
 from mics.comm import join_world
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing
@@ -21,6 +25,7 @@ from mics.train.ranks import Rank
 
 T = TypeVar("T")
 _JOB_FILE: Final = "job"
+_MAX_JOB_NBYTES: Final = 1 << 16
 _NO_JOB: Final = "none"
 """What torchrun calls a job that was given no --rdzv-id."""
 
@@ -31,7 +36,7 @@ class Resumed:
 
     step: int
     """Steps done; 0 is the beginning."""
-    folder: Path | None = None
+    folder: Place | None = None
     dealing: Dealing | None = None
     """How a step's sequences were dealt out when it was saved."""
     own: bool = True
@@ -97,7 +102,7 @@ class Checkpoints:
             self._warn(error)
             return None
 
-    def save_now(self, step: int) -> Path:
+    def save_now(self, step: int) -> Place:
         """Have ``step`` on disk."""
         if step != self._saved_step:
             self._save(step, wait=True)
@@ -123,7 +128,7 @@ class Checkpoints:
     def end_job(self) -> None:
         """The run is finished: the next one of this name begins anew."""
         if self._me.rank == 0:
-            (self._config.checkpoint_dir / _JOB_FILE).unlink(missing_ok=True)
+            _forget_job(self._config.checkpoint_dir)
 
     def _save(self, step: int, *, wait: bool) -> float:
         assert self.dealing is not None
@@ -140,7 +145,7 @@ class Checkpoints:
         self._saved_step = step
         return self._saving.stall
 
-    def _resumed(self, folder: Path, place: "_Place", *, own: bool) -> Resumed:
+    def _resumed(self, folder: Place, place: "_Place", *, own: bool) -> Resumed:
         step, dealing = place.step.value, place.dealing.value
         if dealing.num_ranks != self._me.num_ranks:
             # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
@@ -151,20 +156,20 @@ class Checkpoints:
         self._saved_step = step if own else -1
         return Resumed(step=step, folder=folder, dealing=dealing, own=own)
 
-    def _candidates(self) -> tuple[list[Path], bool]:
+    def _candidates(self) -> tuple[list[Place], bool]:
         """Checkpoints to try, best first, and whether they are this run's: what rank 0 sees on its disk."""
         world = join_world()
         restarted = any(world.gather_objects(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
-        found: tuple[list[Path], bool] | mics.CheckpointError | None = None
+        found: tuple[list[Place], bool] | mics.CheckpointError | mics.SettingsError | None = None
         if self._me.rank == 0:
             try:
                 found = find_candidates(self._config, restarted=restarted, environ=os.environ)
-            except mics.CheckpointError as error:
+            except (mics.CheckpointError, mics.SettingsError) as error:
                 found = error
             except OSError as error:
                 found = mics.CheckpointError(f"{self._config.checkpoint_dir}: could not be read: {error}")
         found = world.gather_objects(found)[0]
-        if isinstance(found, mics.CheckpointError):
+        if isinstance(found, mics.CheckpointError | mics.SettingsError):
             raise found
         assert found is not None
         return found
@@ -201,7 +206,7 @@ def _count(value: Any, *, least: int) -> int:
 
 def find_candidates(
     config: TrainConfig, *, restarted: bool, environ: Mapping[str, str]
-) -> tuple[list[Path], bool]:
+) -> tuple[list[Place], bool]:
     """Checkpoints to go on from, best first, and whether they are this run's; none where it begins anew."""
     folder, wanted = config.checkpoint_dir, config.checkpoint.resume
     if wanted == "latest" or _same_job(folder, restarted=restarted, environ=environ):
@@ -210,7 +215,7 @@ def find_candidates(
             _note_job(config, environ)
             return own, True
     if wanted not in ("auto", "latest"):
-        path = Path(wanted)
+        path = as_place(wanted, "checkpoint.resume")
         candidates = [find_checkpoint(path)]
         if candidates[0] != path:  # a folder of checkpoints
             candidates = _newest_first(path)
@@ -225,7 +230,7 @@ def find_candidates(
     return [], True
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def _newest_first(folder: Place) -> list[Place]:
     """The whole checkpoints in a folder: the one that ``latest`` names, then the steps before it."""
     latest = latest_in(folder)
     if latest is None:
@@ -235,7 +240,7 @@ def _newest_first(folder: Path) -> list[Path]:
     return [latest, *(steps[steps.index(latest) + 1 :] if latest in steps else steps)]
 
 
-def _same_job(folder: Path, *, restarted: bool, environ: Mapping[str, str]) -> bool:
+def _same_job(folder: Place, *, restarted: bool, environ: Mapping[str, str]) -> bool:
     """Whether the launcher's job is the one that these checkpoints are of.
 
     torchrun counts restarts after failures, but not those for nodes that joined or left: there the job's name
@@ -245,28 +250,58 @@ def _same_job(folder: Path, *, restarted: bool, environ: Mapping[str, str]) -> b
     if job == _NO_JOB:
         return restarted
     file = folder / _JOB_FILE
-    return file.is_file() and file.read_text(errors="replace").strip() == job
+    return file.is_file() and read_file(file, most=_MAX_JOB_NBYTES).decode(errors="replace").strip() == job
 
 
 def _note_job(config: TrainConfig, environ: Mapping[str, str]) -> None:
     if config.checkpoint.interval:
-        config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        (config.checkpoint_dir / _JOB_FILE).write_text(environ.get("TORCHELASTIC_RUN_ID", _NO_JOB) + "\n")
+        folder, job = config.checkpoint_dir, environ.get("TORCHELASTIC_RUN_ID", _NO_JOB)
+        if isinstance(folder, Path):
+            folder.mkdir(parents=True, exist_ok=True)
+        storage_of(folder).write(folder / _JOB_FILE, f"{job}\n".encode())
 
 
-def _move_aside(folder: Path) -> None:
-    """Make room for a new run's checkpoints. Those of the run before stay, until there is one more."""
-    if steps_in(folder):
+def _forget_job(folder: Place) -> None:
+    file = folder / _JOB_FILE
+    if isinstance(file, Path):
+        file.unlink(missing_ok=True)
+        return
+    try:
+        remove([file])
+    except mics.CheckpointError as error:  # the results are worth more
+        logging.getLogger("mics").warning("%s", error)
+
+
+def _move_aside(folder: Place) -> None:
+    """Make room for a new run's checkpoints. Those of the run before stay, until there is one more.
+
+    On a store nothing can be moved without a copy of every byte: there the user says what to do with them.
+    """
+    found = steps_in(folder)
+    if found and not isinstance(folder, Path):
+        raise mics.SettingsError(
+            f"checkpoint.folder {folder}: expected no checkpoints of another run, found "
+            f"{step_name(found[-1])}; go on from it with --checkpoint.resume latest, or give another folder"
+        )
+    if found:
+        assert isinstance(folder, Path)
         folder.rename(_emptied(_previous_of(folder)))
 
 
-def _forget_later(folder: Path, chosen: Path) -> None:
-    """Let ``chosen`` be the latest. Those after it are torn, or of a course that is not taken again."""
+def _forget_later(folder: Place, chosen: Place) -> None:
+    """Let ``chosen`` be the latest. Those after it are torn, or of a course that is not taken again.
+
+    On a disk they are moved aside, on a store they are removed.
+    """
     steps = steps_in(folder)
     chosen_step = next((step for step in steps if step_name(step) == chosen.name), None)
     later = [] if chosen_step is None else [step for step in steps if step > chosen_step]
     if later:
         point_latest(folder, chosen.name)
+        if not isinstance(folder, Path):
+            for step in later:
+                storage_of(folder).remove(folder / step_name(step))
+            return
         previous = _emptied(_previous_of(folder))
         for step in later:
             (folder / step_name(step)).rename(previous / step_name(step))

@@ -9,6 +9,8 @@ from typing import Annotated, Final, Literal
 
 import tyro
 
+from mics.checkpoint.arguments import as_place
+from mics.checkpoint.storage import Place
 from mics.errors import SettingsError
 from mics.models import GPTConfig
 from mics.models.descriptions import ModelDescription, describe_model, describe_size
@@ -237,8 +239,11 @@ class ReportSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Checkpoints to resume from. They go to <output-dir>/<name>/checkpoints."""
+    """Checkpoints to resume from."""
 
+    folder: str | None = None
+    """Folder of this run's checkpoints: a path that all nodes share, or a URL of an object store, such as
+    s3://bucket/run. Unset is <output-dir>/<name>/checkpoints."""
     interval: int = 100
     """Steps between checkpoints; 0 disables them, and with them restarts and the save at SIGTERM."""
     keep: int = 2
@@ -247,10 +252,11 @@ class CheckpointSettings:
     """Write in the background: training pauses only while values are copied to host memory."""
     resume: str = "auto"
     """auto: resume if the launcher restarted this run, else start anew; latest: resume from this run's latest
-    checkpoint if there is one; or the path of a checkpoint to resume from."""
+    checkpoint if there is one; or the path or URL of a checkpoint to resume from."""
 
     def __post_init__(self) -> None:
         _require(self.interval >= 0, "checkpoint.interval", "0 or more", self.interval)
+        _require(self.folder != "", "checkpoint.folder", "a path or a URL", self.folder)
         _require(self.keep >= 1, "checkpoint.keep", "at least 1", self.keep)
         _require(bool(self.resume), "checkpoint.resume", "auto, latest or a path", self.resume)
 
@@ -373,9 +379,10 @@ class TrainConfig:
         return self.output_dir / self.name
 
     @property
-    def checkpoint_dir(self) -> Path:
+    def checkpoint_dir(self) -> Place:
         """Folder of this run's checkpoints."""
-        return self.run_dir / "checkpoints"
+        given = self.checkpoint.folder
+        return self.run_dir / "checkpoints" if given is None else as_place(given, "checkpoint.folder")
 
     @property
     def max_restarts(self) -> int:

@@ -28,7 +28,8 @@ import torch
 from rich.console import Console
 
 from mics.checkpoint.folders import latest_in
-from mics.errors import SettingsError
+from mics.checkpoint.storage import Place
+from mics.errors import CheckpointError, SettingsError
 from mics.train.config import LaunchSettings, TrainConfig
 from mics.train.data import load_text
 from mics.train.failures import (
@@ -193,16 +194,24 @@ def _began(config: TrainConfig, ending: _Ending) -> bool:
     return metrics.exists() and metrics.stat().st_mtime >= ending.start_time
 
 
+def _latest(config: TrainConfig) -> Place | None:
+    """The latest checkpoint; none where a store cannot be asked just now."""
+    try:
+        return latest_in(config.checkpoint_dir) if config.checkpoint.interval else None
+    except CheckpointError:
+        return None
+
+
 def _saved(config: TrainConfig) -> str:
-    latest = latest_in(config.checkpoint_dir)
-    if not config.checkpoint.interval or latest is None:
+    latest = _latest(config)
+    if latest is None:
         return ""
     return f"; the latest checkpoint is {latest}, --checkpoint.resume latest goes on from it"
 
 
 def _where_it_goes_on(config: TrainConfig) -> str:
-    latest = latest_in(config.checkpoint_dir)
-    if not config.checkpoint.interval or latest is None:
+    latest = _latest(config)
+    if latest is None:
         return "from the beginning"
     return f"from {latest.name}"
 

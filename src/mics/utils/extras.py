@@ -13,11 +13,16 @@ PACKAGES: Final = {
     "tensorboard": ("tensorboard",),
     "transformers": ("transformers",),
     "wandb": ("wandb",),
+    "s3": ("fsspec", "s3fs"),
+    "gcs": ("fsspec", "gcsfs"),
 }
 """What is imported of each extra. pyproject.toml has the versions."""
 
 
-def require(extra: Literal["cli", "plot", "tensorboard", "transformers", "wandb"], what: str) -> None:
+Extra = Literal["cli", "plot", "tensorboard", "transformers", "wandb", "s3", "gcs"]
+
+
+def require(extra: Extra, what: str) -> None:
     """Raise if a package of the extra is not installed. ``what`` needs it."""
     missing = [package for package in PACKAGES[extra] if find_spec(package) is None]
     if missing:

@@ -10,12 +10,13 @@ import io
 import struct
 import zipfile
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 
 from mics.checkpoint.formats.pickle_data import Name, Persistent, Record, read_pickle
 from mics.checkpoint.records import count_of, dtype_of, sizes_of
+from mics.checkpoint.storage import OpenFile
 from mics.errors import CheckpointError
 
 _MAX_DESCRIPTION_NBYTES: Final = 1 << 20
@@ -40,7 +41,7 @@ _TENSOR: Final = (Name("torch._utils", "_rebuild_tensor_v2"), Name("torch._utils
 class Slice(io.RawIOBase):
     """A part of a file as a file of its own."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: OpenFile, start: int, length: int) -> None:
         self._file = file
         self._start = start
         self._length = length
@@ -69,10 +70,9 @@ class Slice(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        got = self._file.readinto(view)  # type: ignore[attr-defined]
+        got = self._file.read_into(view.cast("B"), self._start + self._at)
         self._at += got
-        return int(got)
+        return got
 
 
 @dataclass(frozen=True, kw_only=True)

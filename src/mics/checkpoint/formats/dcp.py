@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final, TypeGuard
 
 import torch
 
 from mics.checkpoint.boxes import Box
-from mics.checkpoint.files import open_file, read_file, size_of
 from mics.checkpoint.formats.archive import Slice, describe_archive
 from mics.checkpoint.formats.pickle_data import Name, Record, read_pickle
 from mics.checkpoint.records import (
@@ -29,6 +28,7 @@ from mics.checkpoint.records import (
     dtype_of,
     sizes_of,
 )
+from mics.checkpoint.storage import Place, open_file, read_file, size_of
 from mics.errors import CheckpointError
 
 METADATA_NAME: Final = ".metadata"
@@ -37,7 +37,7 @@ _MAX_DEPTH: Final = 64
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 
 
-def open_dcp(folder: Path) -> Index:
+def open_dcp(folder: Place) -> Index:
     """The index of a checkpoint of torch.distributed.checkpoint."""
     file = folder / METADATA_NAME
     content = read_file(file, most=MAX_INDEX_NBYTES)
@@ -74,7 +74,7 @@ def open_dcp(folder: Path) -> Index:
     )
 
 
-def located(folder: Path, name: str, dtype: torch.dtype, chunk: StoredChunk) -> StoredChunk:
+def located(folder: Place, name: str, dtype: torch.dtype, chunk: StoredChunk) -> StoredChunk:
     """``chunk`` with the position of its first value, where so far only its archive was known."""
     if chunk.archive_nbytes is None:
         return chunk

@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from mics.checkpoint.boxes import Box, boxes_of, pieces
+from mics.checkpoint.boxes import Box, item_boxes
 from mics.checkpoint.records import MODEL, OPTIMIZER, StoredChunk, TensorPart
 from mics.errors import CheckpointError
 
-_ITEM_NBYTES: Final = 64 << 20
+ITEM_NBYTES: Final = 64 << 20
 """Larger boxes are written as several: an item is copied once on its way to the disk."""
 
 
@@ -67,11 +67,10 @@ def _alone(values: Tensor) -> Tensor:
 
 
 def _items_of(part: TensorPart) -> Iterator[tuple[Box, Tensor]]:
-    for start, box in boxes_of(part.shape, part.span):
-        at = start - part.span.start
-        for piece in pieces(box, _ITEM_NBYTES // part.values.element_size()):
-            yield piece, part.values[at : at + piece.numel].view(piece.sizes)
-            at += piece.numel
+    at = 0
+    for box in item_boxes(part.shape, part.span, ITEM_NBYTES // part.values.element_size()):
+        yield box, part.values[at : at + box.numel].view(box.sizes)
+        at += box.numel
 
 
 def _write_item(part: TensorPart, index: MetadataIndex, box: Box) -> WriteItem:
@@ -84,6 +83,18 @@ def _write_item(part: TensorPart, index: MetadataIndex, box: Box) -> WriteItem:
             size=torch.Size(part.shape),
         ),
     )
+
+
+def divided(plan: SavePlan, num_plans: int) -> list[SavePlan]:
+    """A plan as several of about as many bytes."""
+    plans: list[list[WriteItem]] = [[] for _ in range(num_plans)]
+    nbytes = [0] * num_plans
+    for item in plan.items:
+        least = nbytes.index(min(nbytes))
+        plans[least].append(item)
+        data = item.tensor_data
+        nbytes[least] += 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+    return [SavePlan(items) for items in plans]
 
 
 def _box_of(chunk: ChunkStorageMetadata) -> Box:

@@ -8,17 +8,20 @@ memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from mics.checkpoint.boxes import Box
-from mics.checkpoint.files import open_file, parse_json, read_file, read_part, size_of
+from mics.checkpoint.files import parse_json
 from mics.checkpoint.records import Index, StoredChunk, StoredFile, StoredTensor, check_name, sizes_of
+from mics.checkpoint.storage import Place, open_file, read_file, read_part, size_of
 from mics.errors import CheckpointError
 
 FORMAT: Final = "safetensors"
@@ -52,7 +55,7 @@ _DTYPES: Final = {short: getattr(torch, name) for short, name in _NAMES.items() 
 _SHORT: Final = {dtype: short for short, dtype in _DTYPES.items()}
 
 
-def open_safetensors(folder: Path) -> Index:
+def open_safetensors(folder: Place) -> Index:
     """The index of a folder of safetensors."""
     weight_map = _weight_map(folder)
     if weight_map is not None:
@@ -81,7 +84,7 @@ def open_safetensors(folder: Path) -> Index:
     return Index(tensors=tensors, files=files, model_prefix="", about={"format": FORMAT})
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
+def _weight_map(folder: Place) -> dict[str, str] | None:
     """Which file has which tensor, where a model is more than one file."""
     found = [MAP_NAME] if (folder / MAP_NAME).exists() else []
     found = found or sorted(each.name for each in folder.glob("*.safetensors.index.json"))
@@ -100,11 +103,11 @@ def _is_plain(name: Any) -> bool:
     return isinstance(name, str) and bool(name) and name.isprintable() and Path(name).name == name
 
 
-def _read_header(folder: Path, name: str) -> tuple[dict[str, StoredTensor], StoredFile]:
+def _read_header(folder: Place, name: str) -> tuple[dict[str, StoredTensor], StoredFile]:
     file = folder / name
     nbytes = size_of(file)  # which looks at what kind of file it is
     try:
-        with safe_open(file, framework="numpy"):
+        with _on_disk(file, nbytes) as local, safe_open(local, framework="numpy"):
             pass  # sizes, places, and that tensors follow each other from the first byte to the last
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -112,9 +115,9 @@ def _read_header(folder: Path, name: str) -> tuple[dict[str, StoredTensor], Stor
             "fetch it again"
         ) from None
     with open_file(file) as stream:
-        length = int.from_bytes(read_part(stream, file, 8), "little")
+        length = int.from_bytes(read_part(stream, 0, 8), "little")
         header = parse_json(
-            read_part(stream, file, length), file
+            read_part(stream, 8, length), file
         )  # of two entries of one name the library takes one
     tensors = {
         key: _tensor(file, key, entry, data_start=8 + length)
@@ -124,7 +127,21 @@ def _read_header(folder: Path, name: str) -> tuple[dict[str, StoredTensor], Stor
     return tensors, StoredFile(nbytes=nbytes)
 
 
-def _tensor(file: Path, key: str, entry: dict[str, Any], *, data_start: int) -> StoredTensor:
+@contextmanager
+def _on_disk(file: Place, nbytes: int) -> Iterator[Path]:
+    """The file, or for one on a store a sparse one that is as long and has its header: no values."""
+    if isinstance(file, Path):
+        yield file
+        return
+    with NamedTemporaryFile(prefix="mics-header-") as copy, open_file(file) as stream:
+        length = int.from_bytes(read_part(stream, 0, 8), "little")
+        copy.write(read_part(stream, 0, 8 + min(length, _MAX_MAP_NBYTES)))
+        copy.truncate(nbytes)
+        copy.flush()
+        yield Path(copy.name)
+
+
+def _tensor(file: Place, key: str, entry: dict[str, Any], *, data_start: int) -> StoredTensor:
     """An entry of a header that the library has found good."""
     try:
         check_name(key)
