@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from mics.errors import SettingsError
 from mics.train.config import ModelSettings, TrainConfig
-from mics.train.data import Batches, ByteText, Dealing, decode, encode, load_text
+from mics.train.data import Batches, Dealing
+from mics.train.sequences import ByteText, TextSequences, decode, encode, load_text
 from mics.utils.numbers import TokenCount
 
 TEXT = ByteText(train=torch.arange(200, dtype=torch.uint8), validation=torch.arange(50, dtype=torch.uint8))
@@ -20,13 +21,11 @@ def _batches(
     *, rank: int = 0, num_ranks: int = 1, batch_size: int = 2, micro_steps: int = 1, seed: int = 0
 ) -> Batches:
     return Batches(
-        text=TEXT,
-        seq_len=8,
+        sequences=TextSequences(text=TEXT, seq_len=8, seed=seed),
         batch_size=batch_size,
         micro_steps=micro_steps,
         rank=rank,
         num_ranks=num_ranks,
-        seed=seed,
         device=torch.device("cpu"),
     )
 

@@ -9,6 +9,7 @@ from mics.errors import MissingExtraError
 
 PACKAGES: Final = {
     "cli": ("rich", "tyro", "yaml"),
+    "data": ("tokenizers", "pyarrow"),
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "transformers": ("transformers",),
@@ -17,7 +18,7 @@ PACKAGES: Final = {
 """What is imported of each extra. pyproject.toml has the versions."""
 
 
-def require(extra: Literal["cli", "plot", "tensorboard", "transformers", "wandb"], what: str) -> None:
+def require(extra: Literal["cli", "data", "plot", "tensorboard", "transformers", "wandb"], what: str) -> None:
     """Raise if a package of the extra is not installed. ``what`` needs it."""
     missing = [package for package in PACKAGES[extra] if find_spec(package) is None]
     if missing:
