@@ -78,7 +78,8 @@ def _lines(file: Path, advance: Advance) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, without their ends."""
     done = 0
     with file.open("rb") as raw:
-        for number, line in enumerate(_uncompressed(file, raw), start=1):
+        stream = _uncompressed(file, raw)  # with a name: what nobody holds is closed, and ``raw`` with it
+        for number, line in enumerate(stream, start=1):
             if number % 256 == 0:
                 advance(raw.tell() - done)
                 done = raw.tell()

@@ -38,7 +38,7 @@ class Mixture:
     The indices of a run are cut into blocks. Every block takes as many sequences of each source as its weight
     says: after any number of whole blocks the counts are exact to one sequence. Inside a block the order is
     permuted. The k-th sequence that is taken from a source is its sequence ``k % n``, permuted anew in every
-    epoch ``k // n``. So a source is read once before any part of it is read again.
+    epoch ``k // n``. So a source is read once before it is read again, but for one block at the turn.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class Mixture:
 
     def choose(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each index of the run: which source, and how many sequences were taken from it before."""
+        if len(self._sources) == 1:
+            return np.zeros_like(indices), indices
         source, taken = np.empty_like(indices), np.empty_like(indices)
         blocks, places = np.divmod(indices, self.block)
         for block in np.unique(blocks):

@@ -83,6 +83,12 @@ class BytesTokenizer:
     def encode_documents(
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
+        for text in texts:
+            if "\0" in text:
+                raise SettingsError(
+                    f"--tokenizer bytes: expected text without the byte 0, found it in {text[:40]!r}; use "
+                    "another tokenizer, or leave that file out"
+                )
         return [np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(dtype) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
