@@ -177,7 +177,7 @@ def test_settings_take_lists(fables: TokenData, tmp_path: Path) -> None:
 def test_training_on_shards_is_the_same_on_other_ranks(
     fables: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks, four ranks, and two that go on as four: the same losses. The wait for data is measured."""
+    """Two ranks, and four that go on from the middle: the same losses. The wait for data is measured."""
     monkeypatch.delenv("RANK", raising=False)
 
     def train(name: str, ranks: int, *more: str) -> list[dict[str, Any]]:
@@ -193,10 +193,8 @@ def test_training_on_shards_is_the_same_on_other_ranks(
 
     two = train("two", 2, "--steps", "4")
     assert [row["data_wait"] >= 0 for row in two] == [True] * 4
-    four = train("four", 4, "--steps", "4")
     shutil.copytree(tmp_path / "two" / "checkpoints", tmp_path / "started")
-    resumed = train("on", 4, "--steps", "4", "--checkpoint.resume", str(tmp_path / "started" / "step-2"))
-    losses = [[row["loss"] for row in rows] for rows in (two, four)]
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
-    assert losses[0][0] > losses[0][-1]
-    assert [row["loss"] for row in resumed] == pytest.approx(losses[0][2:], abs=2e-4)
+    four = train("four", 4, "--steps", "4", "--checkpoint.resume", str(tmp_path / "started" / "step-2"))
+    losses = [row["loss"] for row in two]
+    assert losses[0] > losses[-1]
+    assert [row["loss"] for row in four] == pytest.approx(losses[2:], abs=2e-4)
