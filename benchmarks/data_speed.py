@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from mics.data import TokenData
-from mics.data.documents import Reading
+from mics.data.documents import DocumentFormat
 from mics.data.packing import Objective
 from mics.data.preparing import Preparing, prepare
 from mics.data.tokenizer import load_tokenizer
@@ -64,11 +64,11 @@ def _prepare(folder: Path, args: argparse.Namespace) -> TokenData:
     tokenizer = folder / "tokenizer"
     small = folder / "small.txt"
     small.write_text(text.read_text()[:2_000_000])
-    train_tokenizer((small,), tokenizer, vocab_size=16_000, reading=Reading(), objective="masked")
+    train_tokenizer((small,), tokenizer, vocab_size=16_000, reading=DocumentFormat(), objective="masked")
     asked = Preparing(
         files=(text,),
         out=folder / "shards",
-        reading=Reading(separator="blank-line"),
+        reading=DocumentFormat(separator="blank-line"),
         shard_tokens=500_000,
         validation_share=0.1,
         workers=args.workers,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mics.data import TokenData
-from mics.data.documents import Reading
+from mics.data.documents import DocumentFormat
 from mics.data.preparing import Preparing, prepare
 from mics.data.tokenizer import load_tokenizer
 from mics.data.training_tokenizer import train_tokenizer
@@ -18,7 +18,7 @@ from tests.data.folders import FABLES
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BPE tokenizer of 400 tokens."""
     folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
-    train_tokenizer((FABLES,), folder, vocab_size=400, reading=Reading(), objective="masked")
+    train_tokenizer((FABLES,), folder, vocab_size=400, reading=DocumentFormat(), objective="masked")
     return folder
 
 
@@ -29,7 +29,7 @@ def fables(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
     asked = Preparing(
         files=(FABLES,),
         out=folder,
-        reading=Reading(separator="blank-line"),
+        reading=DocumentFormat(separator="blank-line"),
         shard_tokens=3000,
         validation_share=0.1,
     )

@@ -12,7 +12,7 @@ import pytest
 
 from mics.data import TokenData, TokenStream
 from mics.data import shard_files as shard_files_module
-from mics.data.documents import Reading, read_documents
+from mics.data.documents import DocumentFormat, read_documents
 from mics.data.preparing import Preparing, prepare
 from mics.data.tokenizer import BytesTokenizer, load_tokenizer
 from mics.errors import SettingsError
@@ -88,10 +88,10 @@ def test_all_kinds_of_files_give_the_same_documents(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
     parquet.write_table(pyarrow.table({"body": _TEXTS, "n": list(range(200))}), tmp_path / "c.parquet")
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
-        assert list(read_documents(tmp_path / name, Reading(field="body"))) == _TEXTS
+        assert list(read_documents(tmp_path / name, DocumentFormat(field="body"))) == _TEXTS
     (tmp_path / "d.txt").write_text("\n".join(text.strip() for text in _TEXTS))
     stripped = [text.strip() for text in _TEXTS]
-    assert list(read_documents(tmp_path / "d.txt", Reading(separator="line"))) == stripped
+    assert list(read_documents(tmp_path / "d.txt", DocumentFormat(separator="line"))) == stripped
 
 
 def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     paragraph = "a line\nanother line\n"
     file.write_bytes(b"\xef\xbb\xbf\n" + f"{paragraph}\n\r\n{paragraph}".encode())
     one = paragraph.strip()
-    assert list(read_documents(file, Reading(separator="blank-line"))) == [one, one]
-    assert list(read_documents(file, Reading(separator="file"))) == [f"{one}\n\n\n{one}"]
-    assert list(read_documents(file, Reading(separator="line"))) == one.split("\n") * 2
+    assert list(read_documents(file, DocumentFormat(separator="blank-line"))) == [one, one]
+    assert list(read_documents(file, DocumentFormat(separator="file"))) == [f"{one}\n\n\n{one}"]
+    assert list(read_documents(file, DocumentFormat(separator="line"))) == one.split("\n") * 2
     file.write_text("\n".join(paragraph for _ in range(1000)))
-    passages = list(read_documents(file, Reading()))
+    passages = list(read_documents(file, DocumentFormat()))
     assert [len(passage) > 8000 for passage in passages] == [True, True, False]
     assert "\n\n".join(passages) == "\n\n".join([one] * 1000)
 
@@ -137,7 +137,7 @@ def test_wrong_files_are_named_and_nothing_is_left(
         ({"files": ()}, "FILES: expected at least one file"),
         ({"out": FABLES.parent}, "expected a name that is free, found a folder"),
         (
-            {"reading": Reading(separator="file")},
+            {"reading": DocumentFormat(separator="file")},
             "expected documents for training and for validation, found 1",
         ),
     ],

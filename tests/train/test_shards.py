@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,19 @@ def test_training_on_shards_is_the_same_on_other_ranks(
     losses = [row["loss"] for row in two]
     assert losses[0] > losses[-1]
     assert [row["loss"] for row in four] == pytest.approx(losses[2:], abs=2e-4)
+
+
+@pytest.mark.gpu
+def test_batches_come_to_the_gpu(fables: TokenData) -> None:
+    """Loaded in a thread into pinned memory, and the same as on a CPU."""
+    dealing = Dealing(batch_size=2, micro_steps=2, num_ranks=1)
+    on_cpu = _batches([fables], dealing, rank=0, objective="masked")
+    on_gpu = replace(on_cpu, device=torch.device("cuda", torch.cuda.current_device()))
+    feed = on_gpu.prefetch(first=1, last=3)
+    for step in range(1, 4):
+        loaded, _ = feed.get(step)
+        assert all(tensor.is_pinned() for pair in loaded for tensor in pair)
+        for pair, expected in zip(on_gpu.on_device(loaded), on_cpu.train(step), strict=True):
+            assert [tensor.device.type for tensor in pair] == ["cuda", "cuda"]
+            assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(pair, expected, strict=True))
+    feed.close()

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 import tyro
 
-from mics.data.documents import Kind, Reading, Separator
+from mics.data.documents import DocumentFormat, Kind, Separator
 from mics.data.index import Split, changed_shards, check_sizes, read_index
 from mics.data.preparing import Preparing
 from mics.data.preparing import prepare as prepare_folder
@@ -86,7 +86,7 @@ def prepare(
     asked = Preparing(
         files=files,
         out=out,
-        reading=Reading(kind=kind, field=field, separator=documents),
+        reading=DocumentFormat(kind=kind, field=field, separator=documents),
         shard_tokens=int(shard_tokens),
         validation_share=validation_share,
         seed=seed,
@@ -181,7 +181,7 @@ def tokenizer(
             line; all between two blank lines; a line; or the file.
         objective: masked: transformers puts each text between <s> and </s>. The tokens are the same.
     """
-    reading = Reading(kind=kind, field=field, separator=documents)
+    reading = DocumentFormat(kind=kind, field=field, separator=documents)
     found = train_tokenizer(files, out, vocab_size=vocab_size, reading=reading, objective=objective)
     print(f"written: {out}: {found:,} tokens")
     return 0

@@ -24,7 +24,7 @@ _PASSAGE_CHARACTERS: Final = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class DocumentFormat:
     """How files are read."""
 
     kind: Kind = "auto"
@@ -52,7 +52,9 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def read_documents(file: Path, how: Reading, *, advance: Advance = lambda nbytes: None) -> Iterator[str]:
+def read_documents(
+    file: Path, how: DocumentFormat, *, advance: Advance = lambda nbytes: None
+) -> Iterator[str]:
     """The documents of a file. ``advance`` is told how many of its bytes are read."""
     kind = _kind_of(file) if how.kind == "auto" else how.kind
     read = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}[kind]
@@ -103,7 +105,7 @@ def _uncompressed(file: Path, raw: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(cast(io.RawIOBase, pa.CompressedInputStream(raw, codec)))
 
 
-def _text(file: Path, how: Reading, advance: Advance) -> Iterator[str]:
+def _text(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
     least = {"line": 0, "blank-line": 0, "passage": _PASSAGE_CHARACTERS, "file": math.inf}[how.separator]
     lines: list[str] = []
     size = 0
@@ -118,7 +120,7 @@ def _text(file: Path, how: Reading, advance: Advance) -> Iterator[str]:
     yield "\n".join(lines).rstrip()
 
 
-def _jsonl(file: Path, how: Reading, advance: Advance) -> Iterator[str]:
+def _jsonl(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
     for number, line in _lines(file, advance):
         if not line.strip():
             continue
@@ -136,7 +138,7 @@ def _jsonl(file: Path, how: Reading, advance: Advance) -> Iterator[str]:
         yield text
 
 
-def _parquet(file: Path, how: Reading, advance: Advance) -> Iterator[str]:
+def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
     require("data", f"a parquet file ({file.name})")
     import pyarrow as pa
     from pyarrow import parquet

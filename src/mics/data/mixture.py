@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mics.data.hashing import draw
-from mics.data.packing import Packed, Packing
+from mics.data.packing import PackedSequences, Packing
 from mics.data.permutation import permute
 from mics.data.token_data import TokenStream
 from mics.errors import SettingsError
@@ -82,7 +82,7 @@ class Mixture:
             taken[here] = np.asarray(before, dtype=np.int64)[found] + slots - edges[found]
         return source, taken
 
-    def batch(self, indices: NDArray[np.int64]) -> Packed:
+    def batch(self, indices: NDArray[np.int64]) -> PackedSequences:
         """The sequences of a run that have these indices."""
         rows = np.empty((len(indices), self._packing.window), dtype=np.int64)
         keys = np.empty(len(indices), dtype=np.uint64)

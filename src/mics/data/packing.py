@@ -22,7 +22,7 @@ _SWAPPED: Final = np.uint64(51)  # the next 10%; the rest becomes the mask token
 _PICK, _FATE, _OTHER = 1, 2, 3  # what a hash is drawn for
 
 
-class Packed(NamedTuple):
+class PackedSequences(NamedTuple):
     """Sequences as a model takes them; both [sequence, token] int64."""
 
     tokens: NDArray[np.int64]
@@ -47,7 +47,7 @@ class Packing(Protocol):
 
     def num_sequences(self, num_tokens: int) -> int: ...
 
-    def pack(self, rows: NDArray[np.int64], keys: Words) -> Packed:
+    def pack(self, rows: NDArray[np.int64], keys: Words) -> PackedSequences:
         """``rows``: [sequence, window] tokens. ``keys``: what is random about each sequence."""
         ...
 
@@ -69,8 +69,8 @@ class CausalPacking:
     def num_sequences(self, num_tokens: int) -> int:
         return max(0, num_tokens - 1) // self.seq_len
 
-    def pack(self, rows: NDArray[np.int64], keys: Words) -> Packed:
-        return Packed(rows[:, :-1], rows[:, 1:])
+    def pack(self, rows: NDArray[np.int64], keys: Words) -> PackedSequences:
+        return PackedSequences(rows[:, :-1], rows[:, 1:])
 
 
 class MaskedPacking:
@@ -107,7 +107,7 @@ class MaskedPacking:
     def num_sequences(self, num_tokens: int) -> int:
         return num_tokens // self.window
 
-    def pack(self, rows: NDArray[np.int64], keys: Words) -> Packed:
+    def pack(self, rows: NDArray[np.int64], keys: Words) -> PackedSequences:
         key, place = keys[:, None], np.arange(self.window, dtype=np.uint64)[None]
         order = draw(key, _PICK, place)
         # The highest bit puts special tokens last, so that they are picked only where nothing else is left.
@@ -124,7 +124,7 @@ class MaskedPacking:
         tokens[lines, picked] = np.where(is_target, new, old)
         targets = np.full_like(rows, IGNORED)
         targets[lines, picked] = np.where(is_target, old, IGNORED)
-        return Packed(
+        return PackedSequences(
             self._framed(tokens, self._begin, self._end),
             self._framed(targets, [IGNORED] * len(self._begin), [IGNORED] * len(self._end)),
         )

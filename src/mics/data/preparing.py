@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from mics.data.documents import Reading, find_files, read_documents
+from mics.data.documents import DocumentFormat, find_files, read_documents
 from mics.data.index import TOKENIZER_FOLDER, Prepared, ShardIndex
 from mics.data.shard_files import Buckets, ShardWriter, Tokens
 from mics.data.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class Preparing:
 
     files: tuple[Path, ...]
     out: Path
-    reading: Reading = field(default_factory=Reading)
+    reading: DocumentFormat = field(default_factory=DocumentFormat)
     shard_tokens: int = 100_000_000
     validation_share: float = 0.01
     seed: int = 0
@@ -134,7 +134,7 @@ def _tokenize(
     return sources
 
 
-def _batches(file: Path, how: Reading, work: LongWork) -> Iterator[list[str]]:
+def _batches(file: Path, how: DocumentFormat, work: LongWork) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
     for text in read_documents(file, how, advance=work.advance):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
-from mics.data.documents import Reading, find_files, read_documents
+from mics.data.documents import DocumentFormat, find_files, read_documents
 from mics.data.preparing import published
 from mics.data.tokenizer import TOKENIZER_FILE, fast_config
 from mics.errors import SettingsError
@@ -30,7 +30,7 @@ def train_tokenizer(
     out: Path,
     *,
     vocab_size: int,
-    reading: Reading,
+    reading: DocumentFormat,
     objective: Literal["causal", "masked"],
 ) -> int:
     """Write tokenizer.json and its config into a new folder. Returns the size of the vocabulary."""

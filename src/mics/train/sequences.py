@@ -16,7 +16,7 @@ from torch import Tensor
 from mics.comm import join_world
 from mics.data import Mixture, Source, TokenData
 from mics.data.index import Split, changed_shards, read_index
-from mics.data.packing import Objective, Packed, make_packing
+from mics.data.packing import Objective, PackedSequences, make_packing
 from mics.data.tokenizer import Tokenizer, tokenizer_of
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
@@ -177,7 +177,7 @@ def _sources(folders: Sequence[TokenData], split: Split) -> list[Source]:
     return [Source(name=name, stream=each.stream(split)) for name, each in named]
 
 
-def _as_tensors(packed: Packed) -> TensorPair:
+def _as_tensors(packed: PackedSequences) -> TensorPair:
     return torch.from_numpy(packed.tokens), torch.from_numpy(packed.targets)
 
 
