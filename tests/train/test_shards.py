@@ -127,8 +127,6 @@ def test_what_does_not_fit_is_named(fables: TokenData, tmp_path: Path) -> None:
     assert main(args) == 0
     with pytest.raises(SettingsError, match=r"bytes: expected the tokenizer of .* found another \(bytes\)"):
         ShardSequences([fables, TokenData.open(other)], seq_len=16, vocab_size=400, seed=0)
-    with pytest.raises(SettingsError, match="expected a tokenizer with a mask token"):
-        ShardSequences([TokenData.open(other)], seq_len=16, vocab_size=400, seed=0, objective="masked")
 
 
 def test_a_damaged_folder_ends_before_any_rank_starts(

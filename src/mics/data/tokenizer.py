@@ -71,11 +71,11 @@ class Tokenizer(Protocol):
 
 
 class BytesTokenizer:
-    """A token is a byte of UTF-8. The byte 0, which no text has, ends a document."""
+    """A token is a byte of UTF-8. Two that no text has are special: 0 ends a document, 4 is the mask."""
 
     digest = BYTES
     vocab_size = 256
-    special = SpecialTokens(end_of_text=0, all_ids=(0,))
+    special = SpecialTokens(end_of_text=0, mask=4, all_ids=(0, 4))
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

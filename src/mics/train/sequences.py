@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Protocol
@@ -15,13 +16,15 @@ from torch import Tensor
 
 from mics.comm import join_world
 from mics.data import Mixture, Source, TokenData
+from mics.data.hashing import Words, draw
 from mics.data.index import Split, changed_shards, read_index
-from mics.data.packing import Objective, PackedSequences, make_packing
-from mics.data.tokenizer import Tokenizer, tokenizer_of
+from mics.data.packing import MaskedPacking, Objective, PackedSequences, make_packing
+from mics.data.tokenizer import BytesTokenizer, Tokenizer, tokenizer_of
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
 from mics.train.ranks import Rank
 from mics.utils.numbers import plural
+from mics.utils.progress import long_work
 
 Places = NDArray[np.int64]
 TensorPair = tuple[Tensor, Tensor]
@@ -81,18 +84,20 @@ class TextSequences:
     text: ByteText
     seq_len: int
     seed: int
+    masking: MaskedPacking | None = None
+    """Of a masked language model; others predict the next token."""
 
     def train(self, step: int, places: Places, *, of: int) -> TensorPair:
         """Windows that begin anywhere."""
         highest = len(self.text.train) - self.seq_len
         starts = np.random.default_rng([self.seed, step]).integers(0, highest, size=of)
-        return self._windows(self.text.train, starts[places])
+        return self._windows(self.text.train, starts[places], draw(self.seed, step, places))
 
     def validation(self, places: Places, *, of: int) -> TensorPair:
         """Windows spread evenly over the validation text."""
         highest = len(self.text.validation) - self.seq_len - 1
         starts = np.linspace(0, highest, of).astype(np.int64)
-        return self._windows(self.text.validation, starts[places])
+        return self._windows(self.text.validation, starts[places], draw(self.seed, 0, places))
 
     def check_validation(self, num_sequences: int) -> None:
         """Windows overlap where the text is short."""
@@ -103,12 +108,14 @@ class TextSequences:
     def decode(self, tokens: list[int]) -> str:
         return decode(tokens)
 
-    def _windows(self, tokens: Tensor, starts: Places) -> TensorPair:
-        """Rows of seq_len tokens and of the tokens that follow them."""
+    def _windows(self, tokens: Tensor, starts: Places, keys: Words) -> TensorPair:
+        """Rows of seq_len tokens, and of the tokens that follow them or are masked."""
         index = torch.from_numpy(starts)[:, None] + torch.arange(
             self.seq_len + 1, dtype=torch.int64, device="cpu"
         )
         rows = tokens[index].to(torch.int64)
+        if self.masking is not None:
+            return _as_tensors(self.masking.pack(rows[:, :-1].numpy(), keys))
         return rows[:, :-1], rows[:, 1:]
 
 
@@ -184,7 +191,7 @@ def _as_tensors(packed: PackedSequences) -> TensorPair:
 def _check_vocabularies(folders: Sequence[TokenData], *, vocab_size: int) -> None:
     first = folders[0]
     for each in folders:
-        if each.index.vocab_size > vocab_size:
+        if 0 < vocab_size < each.index.vocab_size:  # 0: a model that does not say
             raise SettingsError(
                 f"data.shards {each.folder}: expected a vocabulary of at most the model's {vocab_size:,} "
                 f"tokens, found {each.index.vocab_size:,}; set model.vocab_size to that or more"
@@ -209,12 +216,16 @@ def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
             weights=data.weights,
             objective=objective,
         )
-    if objective == "masked":
-        raise SettingsError(
-            "data.shards: expected shards for a masked language model, found none; type: mics data prepare"
-        )
     text = load_text(data.text, validation_share=data.validation_share, seq_len=shape.seq_len)
-    return TextSequences(text=text, seq_len=shape.seq_len, seed=config.seed)
+    masking = None
+    if objective == "masked":
+        masking = MaskedPacking(
+            seq_len=shape.seq_len,
+            vocab_size=BytesTokenizer.vocab_size,
+            special=BytesTokenizer.special,
+            name="data.text",
+        )
+    return TextSequences(text=text, seq_len=shape.seq_len, seed=config.seed, masking=masking)
 
 
 def open_together(config: TrainConfig, me: Rank) -> Sequences:
@@ -226,10 +237,7 @@ def open_together(config: TrainConfig, me: Rank) -> Sequences:
     try:
         found = open_sequences(config, check=me.local_rank == 0)
         if config.data.verify:
-            for folder in config.data.shards:
-                mine = read_index(folder).shards[me.local_rank :: me.ranks_per_node]
-                for problem in changed_shards(folder, mine):
-                    raise SettingsError(f"data.shards {problem}")
+            _verify(config.data.shards, me)
     except SettingsError as error:
         found = error
     error_here = found if isinstance(found, SettingsError) else None
@@ -238,6 +246,17 @@ def open_together(config: TrainConfig, me: Rank) -> Sequences:
             raise failed
     assert not isinstance(found, SettingsError)
     return found
+
+
+def _verify(folders: Sequence[Path], me: Rank) -> None:
+    """Read this rank's part of all shards; rank 0 says how far its part is."""
+    mine = {folder: read_index(folder).shards[me.local_rank :: me.ranks_per_node] for folder in folders}
+    nbytes = sum(shard.nbytes for shards in mine.values() for shard in shards)
+    say = partial(print, flush=True) if me.rank == 0 else (lambda line: None)
+    with long_work("verify shards", nbytes, tell=say) as work:
+        for folder, shards in mine.items():
+            for problem in changed_shards(folder, shards, progress=work.advance):
+                raise SettingsError(f"data.shards {problem}")
 
 
 def encode(text: str) -> list[int]:
