@@ -184,8 +184,8 @@ def test_training_on_shards_is_the_same_on_other_ranks(
         args += [str(fables.folder), "--data.weights", "1", "2", "--model.vocab-size", "400"]
         args += ["--global-batch", "8", "--batch-size", "2", "--report.interval", "1", "--data.verify"]
         args += ["--report.sample-tokens", "8", "--report.eval-batches", "1", "--checkpoint.interval", "2"]
-        args += ["--launch.nodes", "1", "--launch.ranks-per-node", str(ranks), "--report.progress", "none"]
-        args += ["--launch.device", "cpu", "--optimizer.warmup-steps", "1"]
+        args += ["--launch.simulated-nodes", "1", "--launch.ranks-per-node", str(ranks)]
+        args += ["--launch.device", "cpu", "--optimizer.warmup-steps", "1", "--report.progress", "none"]
         assert main([*args, *more]) == 0
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return [row for row in rows if "loss" in row]

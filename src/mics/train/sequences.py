@@ -206,7 +206,8 @@ def _check_vocabularies(folders: Sequence[TokenData], *, vocab_size: int) -> Non
 def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
     """What the settings name. ``check``: whether to compare the sizes of all shards with the index."""
     shape, data = config.model.build(), config.data
-    objective: Objective = "causal" if shape.causal else "masked"
+    objective = shape.objective
+    assert objective is not None, "settings refuse such a model"
     if data.shards:
         return ShardSequences(
             [TokenData.open(folder, check=check) for folder in data.shards],
