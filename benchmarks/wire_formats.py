@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import mics
 from mics.models.gpt import GPT, GPTConfig
-from mics.train.data import Batches, load_text
+from mics.train.data import Batches
+from mics.train.sequences import TextSequences, load_text
 
 SHAPE = GPTConfig(num_layers=3, num_heads=4, hidden_size=96, vocab_size=256, seq_len=64)
 BF16 = torch.bfloat16
@@ -27,14 +28,13 @@ def train(partition_size: int, precision: mics.Precision, num_steps: int, seed: 
     torch.manual_seed(seed)
     model = mics.shard(GPT(SHAPE), partition_size=partition_size, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    text = load_text(None, validation_share=0.1, seq_len=SHAPE.seq_len)
     batches = Batches(
-        text=load_text(None, validation_share=0.1, seq_len=SHAPE.seq_len),
-        seq_len=SHAPE.seq_len,
+        sequences=TextSequences(text=text, seq_len=SHAPE.seq_len, seed=seed),
         batch_size=4,
         micro_steps=2,
         rank=rank,
         num_ranks=num_ranks,
-        seed=seed,
         device=torch.device("cpu"),
     )
     losses = torch.zeros(num_steps)

@@ -75,7 +75,16 @@ def _check_train(args: list[str]) -> None:
     for flag, value in itertools.pairwise(args):
         if flag == "--data.text" and not Path(value).is_absolute():
             Path(value).touch()  # the reader's own
+    for folder in _values(args, "--data.shards"):
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / "index.json").touch()
     parse_train_config(args)
+
+
+def _values(args: list[str], flag: str) -> list[str]:
+    """What follows a flag that takes several values."""
+    after = args[args.index(flag) + 1 :] if flag in args else []
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), after))
 
 
 def _check_plan(args: list[str]) -> None:
@@ -125,6 +134,15 @@ def _check_checkpoint(args: list[str]) -> None:
         for name in ("show", "verify", "export", "import_"):
             patch.setattr(command, name, _parsed_only(getattr(command, name)))
         assert command.checkpoint(args) == 0
+
+
+def _check_data(args: list[str]) -> None:
+    from mics.data import command
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("prepare", "show", "tokenizer", "verify"):
+            patch.setattr(command, name, _parsed_only(getattr(command, name)))
+        assert command.data(args) == 0
 
 
 def _parsed_only(run: Callable[..., int]) -> Callable[..., int]:
@@ -180,6 +198,7 @@ def _check_make(args: list[str]) -> None:
 _PARSERS: Final = {
     "bench": _check_bench,
     "checkpoint": _check_checkpoint,
+    "data": _check_data,
     "doctor": _check_doctor,
     "emulate": _check_emulate,
     "plan": _check_plan,

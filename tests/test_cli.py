@@ -20,7 +20,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert sorted(COMMANDS) == ["bench", "checkpoint", "doctor", "emulate", "plan", "train"]
+    assert sorted(COMMANDS) == ["bench", "checkpoint", "data", "doctor", "emulate", "plan", "train"]
     for name, command in COMMANDS.items():
         assert f"{name} {command.summary}" in lines
 
@@ -50,6 +50,7 @@ def test_help_and_version_load_nothing(flag: str) -> None:
 _MODULES = {
     "bench": "mics.bench.command",
     "checkpoint": "mics.checkpoint.command",
+    "data": "mics.data.command",
     "doctor": "mics.doctor.command",
     "plan": "mics.planner.command",
     "train": "mics.train.settings_file",

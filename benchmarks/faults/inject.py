@@ -66,8 +66,8 @@ def inject() -> None:
     """Patch the functions that mark the moments."""
     from mics.checkpoint import blocks, folders
     from mics.comm.group import GroupCollectives
+    from mics.data.prefetching import Prefetcher
     from mics.models.gpt import Block
-    from mics.train.data import Batches
 
     faults, marks = decode(os.environ[VARIABLE])
     injector = Injector(faults, Path(marks), int(os.environ["RANK"]))
@@ -104,7 +104,7 @@ def inject() -> None:
         injector.fire_if_due("latest", _step_of(name))
         original(root, name)
 
-    _around(Batches, "train", note_step)
+    _around(Prefetcher, "get", note_step)
     _around(Block, "forward", in_block)
     _around(GroupCollectives, "_call", in_collective)
     _around(blocks.BlockWriter, "write", in_write)

@@ -72,6 +72,12 @@ def _plan(args: Sequence[str]) -> int:
     return plan(args)
 
 
+def _data(args: Sequence[str]) -> int:
+    from mics.data.command import data
+
+    return data(args)
+
+
 def _checkpoint(args: Sequence[str]) -> int:
     from mics.checkpoint.command import checkpoint
 
@@ -92,6 +98,9 @@ COMMANDS: Final = {
     ),
     "checkpoint": Command(
         summary="look into a checkpoint, verify it, convert it from and to Hugging Face", run=_checkpoint
+    ),
+    "data": Command(
+        summary="make text into tokenized, shuffled shards to train on, and check them", run=_data
     ),
     "doctor": Command(
         summary="what would make a run fail or crawl on these hosts; run it as you will train", run=_doctor

@@ -46,20 +46,20 @@ def train(port: int, args: list[str], trouble: str = "", at_step: int = 0) -> tu
 @contextlib.contextmanager
 def _trouble(kind: str, at_step: int) -> Iterator[None]:
     """Rank 1 is asked to leave in a step ("term"), or the gradients of its first block are NaN ("nan")."""
+    from mics.data.prefetching import Prefetcher
     from mics.models.gpt import GPT, Block
-    from mics.train.data import Batches
 
     if int(os.environ["RANK"]) != 1 or not kind:
         yield
         return
     step = num_blocks = 0
 
-    def note_step(original: Callable[..., Any], batches: Batches, number: int) -> Any:
+    def note_step(original: Callable[..., Any], feed: Prefetcher[Any], number: int) -> Any:
         nonlocal step
         step = number
         if (kind, step) == ("term", at_step):
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(batches, number)
+        return original(feed, number)
 
     def note_forward(original: Callable[..., Any], *args: Any) -> Any:
         nonlocal num_blocks
@@ -75,7 +75,7 @@ def _trouble(kind: str, at_step: int) -> Iterator[None]:
         return result
 
     with (
-        _around(Batches, "train", note_step),
+        _around(Prefetcher, "get", note_step),
         _around(GPT, "forward", note_forward),
         _around(Block, "forward", spoil),
     ):

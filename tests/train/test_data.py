@@ -1,5 +1,6 @@
 """Data: the split, and batches that depend on nothing but the seed, the step and the place."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mics.data.packing import MaskedPacking
+from mics.data.tokenizer import BytesTokenizer
 from mics.errors import SettingsError
 from mics.train.config import ModelSettings, TrainConfig
-from mics.train.data import Batches, ByteText, Dealing, decode, encode, load_text
+from mics.train.data import Batches, Dealing
+from mics.train.sequences import ByteText, TextSequences, decode, encode, load_text
 from mics.utils.numbers import TokenCount
 
 TEXT = ByteText(train=torch.arange(200, dtype=torch.uint8), validation=torch.arange(50, dtype=torch.uint8))
@@ -20,13 +24,11 @@ def _batches(
     *, rank: int = 0, num_ranks: int = 1, batch_size: int = 2, micro_steps: int = 1, seed: int = 0
 ) -> Batches:
     return Batches(
-        text=TEXT,
-        seq_len=8,
+        sequences=TextSequences(text=TEXT, seq_len=8, seed=seed),
         batch_size=batch_size,
         micro_steps=micro_steps,
         rank=rank,
         num_ranks=num_ranks,
-        seed=seed,
         device=torch.device("cpu"),
     )
 
@@ -85,6 +87,21 @@ def test_a_step_is_the_same_for_any_number_of_ranks(num_ranks: int, micro_steps:
     ]
     for micro_step, (tokens, _) in enumerate(expected):
         assert torch.equal(torch.cat([mine[micro_step][0] for mine in dealt]), tokens)
+
+
+def test_a_masked_model_takes_a_text_too() -> None:
+    """Bytes are masked by one that no text has, the same ones on any number of ranks."""
+    masking = MaskedPacking(seq_len=8, vocab_size=256, special=BytesTokenizer.special, name="")
+    whole, *halves = (
+        replace(_batches(rank=rank, num_ranks=num_ranks, batch_size=8 // num_ranks), sequences=sequences)
+        for sequences in [TextSequences(text=TEXT, seq_len=8, seed=0, masking=masking)]
+        for rank, num_ranks in ((0, 1), (0, 2), (1, 2))
+    )
+    ((tokens, targets),) = whole.train(step=3)
+    assert ((targets != -100).sum(dim=1) == 1).all()
+    restored = torch.where(targets == -100, tokens, targets)
+    assert torch.equal(restored, restored[:, :1] + torch.arange(8))
+    assert torch.equal(torch.cat([half.train(step=3)[0][0] for half in halves]), tokens)
 
 
 def test_validation_covers_the_text_evenly_on_all_ranks() -> None:

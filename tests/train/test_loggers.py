@@ -62,6 +62,7 @@ def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
             "perf/tokens_per_s": 12345.6,
             "perf/tflops": 0.0123,
             "perf/mfu": 0.25,
+            "perf/data_wait_s": 0.0,
             "perf/memory_gib": 400_000_000 / 2**30,
             "comm/intra_gb": 0.00459,
             "comm/inter_gb": 0.000765,

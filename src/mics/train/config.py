@@ -3,6 +3,7 @@
 The docstrings under the fields are the text of ``mics train --help``. ``settings_file`` reads YAML.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -11,6 +12,7 @@ import tyro
 
 from mics.checkpoint.arguments import as_place
 from mics.checkpoint.storage import Place
+from mics.data.index import INDEX_FILE, TOKENIZER_FOLDER
 from mics.errors import SettingsError
 from mics.models import GPTConfig
 from mics.models.descriptions import ModelDescription, describe_model, describe_size
@@ -113,17 +115,43 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The text to train on, tokenized as bytes."""
+    """What to train on: a text, whose bytes are the tokens, or shards that mics data prepare has made."""
 
     text: Path | None = None
     """Text file to train on; unset takes the fables that ship with mics."""
     validation_share: float = 0.1
-    """Fraction of the text, taken from its end, that is held out for validation."""
+    """Fraction of the text, taken from its end, that is held out for validation. Shards have their own."""
+    shards: tuple[Path, ...] = ()
+    """Folders that mics data prepare has made, instead of a text; several are mixed."""
+    weights: tuple[float, ...] = ()
+    """Share of the sequences that each folder gives, in any unit; unset takes all of them equally often."""
+    verify: bool = False
+    """Read all shards and compare their digests before training. Their sizes are always compared."""
 
     def __post_init__(self) -> None:
         share = self.validation_share
         _require(0.0 < share < 1.0, "data.validation_share", "a number between 0 and 1", share)
         _require(self.text is None or self.text.is_file(), "data.text", "a file that exists", str(self.text))
+        if self.text is not None and self.shards:
+            raise SettingsError("data.text, data.shards: expected one of them, found both; leave one out")
+        for folder in self.shards:
+            _require(
+                (folder / INDEX_FILE).is_file(),
+                "data.shards",
+                f"folders that mics data prepare has made, with {INDEX_FILE}",
+                str(folder),
+            )
+        if self.weights:
+            fit = len(self.weights) == len(self.shards)
+            _require(fit, "data.weights", f"one for each of {len(self.shards)} data.shards", self.weights)
+            positive = all(0 < weight < math.inf for weight in self.weights)
+            _require(positive, "data.weights", "numbers above 0", self.weights)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The tokenizer's files, which belong beside an exported model; None where bytes are the tokens."""
+        folder = self.shards[0] / TOKENIZER_FOLDER if self.shards else None
+        return folder if folder is not None and folder.is_dir() else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,42 +1,16 @@
-"""Bytes of a text as tokens: a split for training and validation, and batches anybody can reproduce."""
+"""How a step's sequences are dealt out to ranks and micro-steps, and the batches that come of it."""
 
 from dataclasses import asdict, dataclass
-from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mics.data.prefetching import Prefetcher
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
+from mics.train.sequences import Places, Sequences, TensorPair
 from mics.utils.global_batch import AskedBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteText:
-    """A text as bytes; the end of it is kept for validation."""
-
-    train: Tensor  # [num_train_tokens] uint8, CPU, never written
-    validation: Tensor  # [num_validation_tokens] uint8, CPU, never written
-
-
-def load_text(file: Path | None, *, validation_share: float, seq_len: int) -> ByteText:
-    """Read and split a text; without a file, the fables that ship with mics."""
-    if file is None:
-        raw = resources.files("mics.train").joinpath("fables.txt").read_bytes()
-    else:
-        raw = file.read_bytes()
-    tokens = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
-    num_train = len(raw) - int(len(raw) * validation_share)
-    text = ByteText(train=tokens[:num_train], validation=tokens[num_train:])
-    for name, part in (("training", text.train), ("validation", text.validation)):
-        if len(part) <= seq_len:
-            raise SettingsError(
-                f"data.text: expected more than seq_len={seq_len} bytes for {name}, found {len(part)} of "
-                f"{len(raw)}; use a longer text or a shorter model.seq_len"
-            )
-    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,47 +93,52 @@ class Batches:
         micro-step 0       | 1
     """
 
-    text: ByteText
-    seq_len: int
+    sequences: Sequences
     batch_size: int
     micro_steps: int
     rank: int
     num_ranks: int
-    seed: int
     device: torch.device
 
-    def train(self, step: int) -> list[tuple[Tensor, Tensor]]:
+    def __post_init__(self) -> None:
+        self.sequences.check_validation(self.batch_size * self.num_ranks)
+
+    def train(self, step: int) -> list[TensorPair]:
         """The (tokens, targets) of every micro-step of a step, each [batch_size, seq_len] int64."""
-        per_micro_step = self.batch_size * self.num_ranks
-        generator = np.random.default_rng([self.seed, step])
-        highest = len(self.text.train) - self.seq_len
-        starts = generator.integers(0, highest, size=(self.micro_steps, per_micro_step))
-        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-        return [self._windows(self.text.train, row[mine]) for row in starts]
+        return self.on_device(self.load(step))
 
-    def validation(self, num_batches: int) -> list[tuple[Tensor, Tensor]]:
-        """Windows spread evenly over the validation text, the same at every call, dealt out to the ranks."""
-        highest = len(self.text.validation) - self.seq_len - 1
-        starts = np.linspace(0, highest, num_batches * self.num_ranks * self.batch_size).astype(np.int64)
-        mine = starts.reshape(num_batches, self.num_ranks, self.batch_size)[:, self.rank]
-        return [self._windows(self.text.validation, row) for row in mine]
+    def load(self, step: int) -> list[TensorPair]:
+        """The same in host memory, pinned where a GPU copies it."""
+        of = self.batch_size * self.num_ranks * self.micro_steps
+        found = [self.sequences.train(step, mine, of=of) for mine in self._mine(self.micro_steps)]
+        return [self._pinned(batch) for batch in found]
 
-    def _windows(self, tokens: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Rows of seq_len tokens and of the tokens that follow them."""
-        index = torch.from_numpy(starts)[:, None] + torch.arange(
-            self.seq_len + 1, dtype=torch.int64, device="cpu"
-        )
-        rows = tokens[index].to(torch.int64)
-        if self.device.type == "cuda":
-            rows = rows.pin_memory().to(self.device, non_blocking=True)  # else the copy waits for the GPU
-        return rows[:, :-1], rows[:, 1:]
+    def on_device(self, batches: list[TensorPair]) -> list[TensorPair]:
+        """Move loaded batches. The copies do not wait for the GPU."""
+        if self.device.type != "cuda":
+            return batches
+        return [(self._moved(tokens), self._moved(targets)) for tokens, targets in batches]
 
+    def prefetch(self, *, first: int, last: int) -> Prefetcher[list[TensorPair]]:
+        """Loads the batches of these steps in a thread, ahead of their use."""
+        return Prefetcher(self.load, first=first, last=last)
 
-def encode(text: str) -> list[int]:
-    """The tokens of a text: its UTF-8 bytes."""
-    return list(text.encode())
+    def validation(self, num_batches: int) -> list[TensorPair]:
+        """Sequences spread over the validation data, the same at every call, dealt out to the ranks."""
+        of = num_batches * self.num_ranks * self.batch_size
+        found = [self.sequences.validation(mine, of=of) for mine in self._mine(num_batches)]
+        return self.on_device([self._pinned(batch) for batch in found])
 
+    def _mine(self, num_batches: int) -> list[Places]:
+        """The places of this rank's sequences among those of all, for each batch."""
+        all_places = np.arange(num_batches * self.num_ranks * self.batch_size, dtype=np.int64)
+        return list(all_places.reshape(num_batches, self.num_ranks, self.batch_size)[:, self.rank])
 
-def decode(tokens: list[int]) -> str:
-    """The text of tokens; what is no UTF-8 (a model may say anything) becomes a replacement character."""
-    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+    def _pinned(self, batch: TensorPair) -> TensorPair:
+        if self.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.device):  # a thread begins on the first GPU
+            return batch[0].pin_memory(), batch[1].pin_memory()
+
+    def _moved(self, tokens: Tensor) -> Tensor:
+        return tokens.to(self.device, non_blocking=True)

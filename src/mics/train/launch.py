@@ -31,7 +31,6 @@ from mics.checkpoint.folders import latest_in
 from mics.checkpoint.storage import Place
 from mics.errors import CheckpointError, SettingsError
 from mics.train.config import LaunchSettings, TrainConfig
-from mics.train.data import load_text
 from mics.train.failures import (
     ERROR_FILES,
     UNREAD_CODE,
@@ -41,6 +40,7 @@ from mics.train.failures import (
     is_told,
     report_failure,
 )
+from mics.train.sequences import open_sequences
 from mics.train.stopping import LEFT_CODE
 from mics.train.watch import Nobody, TerminalWatch, Watching
 from mics.utils.progress import is_live
@@ -297,11 +297,7 @@ class _Job:
 
 def check_plan(config: TrainConfig, plan: LaunchPlan) -> None:
     """What the ranks would find out: one line now is better than their failure later."""
-    load_text(
-        config.data.text,
-        validation_share=config.data.validation_share,
-        seq_len=config.model.build().seq_len,
-    )
+    open_sequences(config).check_validation(config.batch_size * plan.num_ranks)
     size = config.sharding.partition_size
     if size is not None and plan.num_ranks % size:
         raise SettingsError(

@@ -25,6 +25,7 @@ _SCALARS: Final = {
     "tokens_per_second": ("perf/tokens_per_s", 1.0),
     "tflops": ("perf/tflops", 1.0),
     "mfu": ("perf/mfu", 1.0),
+    "data_wait": ("perf/data_wait_s", 1.0),
     "memory_nbytes": ("perf/memory_gib", GIB),
     "intra_nbytes": ("comm/intra_gb", _GB),
     "inter_nbytes": ("comm/inter_gb", _GB),

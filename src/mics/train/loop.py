@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,13 +11,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import mics
+from mics.data.prefetching import Prefetcher
 from mics.engine import engine_of
 from mics.errors import SettingsError
 from mics.models.sampling import sample_tokens
 from mics.train.board import Board
 from mics.train.checkpoints import Checkpoints, Resumed
 from mics.train.config import TrainConfig
-from mics.train.data import Batches, Dealing, decode, encode, load_text
+from mics.train.data import Batches, Dealing
 from mics.train.display import Display, RankConsole, Show
 from mics.train.export import export_folder, is_of_transformers
 from mics.train.exposure import ExposureMeter
@@ -29,6 +30,7 @@ from mics.train.nonfinite import NonfinitePolicy
 from mics.train.objective import LanguageModelling
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
+from mics.train.sequences import TensorPair, open_together
 from mics.train.setup import Setup, describe_run
 from mics.train.sharding import describe_choices, prefetch_news
 from mics.train.stopping import LEFT_CODE, Stopping
@@ -84,7 +86,7 @@ class _Run:
 def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Resumed]:
     """Build everything, and take it to where the run goes on."""
     shape = config.model.build()
-    text = load_text(config.data.text, validation_share=config.data.validation_share, seq_len=shape.seq_len)
+    sequences = open_together(config, me)
     built = build_model(config, rank=me.rank)
     model = built.model
     optimizer = _build_optimizer(model, config, decayed=built.matrices)
@@ -124,13 +126,11 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         optimizer=optimizer,
         scheduler=scheduler,
         batches=Batches(
-            text=text,
-            seq_len=shape.seq_len,
+            sequences=sequences,
             batch_size=dealing.batch_size,
             micro_steps=dealing.micro_steps,
             rank=me.rank,
             num_ranks=me.num_ranks,
-            seed=config.seed,
             device=me.device,
         ),
         meter=meter,
@@ -182,6 +182,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
     with (
         history.recording(config, run.me, after_step=after),
         Display(console, board, show=_show(config, run.me)) as display,
+        closing(run.batches.prefetch(first=last + 1, last=config.steps)) as feed,
     ):
         for measurement in history.measurements:
             board.note(measurement)
@@ -192,7 +193,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
             if stop is not None and not stop.may_begin(step):
                 break
             exposure.begin_step(step)
-            grad_norm, learning_rate = _step(run, step, console)
+            grad_norm, learning_rate = _step(run, step, feed, console)
             for line in next(news):
                 console.print(line, markup=False)
             interval = config.report.eval_interval
@@ -255,9 +256,10 @@ def _leave(run: _Run, console: Console, step: int, *, saved_step: int) -> None:
     console.print(f"asked to leave: saved {folder}; --checkpoint.resume latest goes on from it", markup=False)
 
 
-def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
+def _step(run: _Run, step: int, feed: Prefetcher[list[TensorPair]], console: Console) -> tuple[Tensor, float]:
     """One optimizer step. Returns the gradients' norm, still on the device, and the learning rate used."""
-    batches = run.batches.train(step)
+    loaded, waited = feed.get(step)
+    batches = run.batches.on_device(loaded)
     step_loss = torch.zeros((), dtype=torch.float32, device=run.me.device)
     run.model.train()
     divisor = run.objective.divisor(batches)
@@ -273,7 +275,7 @@ def _step(run: _Run, step: int, console: Console) -> tuple[Tensor, float]:
         console.print(f"mics: warning: {warning}", markup=False)
     run.optimizer.zero_grad()
     run.scheduler.step()
-    run.meter.add(step_loss)
+    run.meter.add(step_loss, data_wait=waited)
     return grad_norm, learning_rate
 
 
@@ -297,13 +299,13 @@ def _sample(run: _Run) -> str:
     run.model.eval()
     tokens = sample_tokens(
         run.objective.logits,
-        torch.tensor([encode(report.prompt)], dtype=torch.int64, device=run.me.device),
+        torch.tensor([run.batches.sequences.encode(report.prompt)], dtype=torch.int64, device=run.me.device),
         report.sample_tokens,
         seq_len=run.config.model.build().seq_len,
         temperature=report.temperature,
         generator=torch.Generator(run.me.device).manual_seed(run.config.seed),
     )
-    return decode(tokens[0].tolist())
+    return run.batches.sequences.decode(tokens[0].tolist())
 
 
 def _build_optimizer(model: nn.Module, config: TrainConfig, *, decayed: Set[str]) -> torch.optim.AdamW:

@@ -46,6 +46,8 @@ class Measurement:
     """Bytes this rank sent per step to other nodes, over all groups."""
     exposed: float | None = None
     """Share of a step in which the computation waits for communication; None: not profiled (yet)."""
+    data_wait: float = 0.0
+    """Seconds per step that this rank waited for its batches."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,12 +146,14 @@ class Meter:
         # Both since the last measurement; the sum is this rank's, [] fp32.
         self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self._num_steps = 0
+        self._data_wait = 0.0
         self._total_seconds = 0.0
         self._mark = self._now()  # what the next measurement counts from
 
-    def add(self, loss: Tensor) -> None:
-        """Note one step's loss, without waiting for it."""
+    def add(self, loss: Tensor, *, data_wait: float = 0.0) -> None:
+        """Note one step's loss, without waiting for it, and the seconds it waited for data."""
         self._loss_sum += loss
+        self._data_wait += data_wait
         self._num_steps += 1
 
     @contextmanager
@@ -176,10 +180,12 @@ class Meter:
             mfu=self._speedometer.mfu(tokens_per_second),
             memory_nbytes=memory_nbytes(self._device),
             seconds=self._total_seconds,
+            data_wait=self._data_wait / self._num_steps,
             **passed.sent.per_step(self._num_steps),
         )
         self._loss_sum.zero_()
         self._num_steps = 0
+        self._data_wait = 0.0
         self._mark = now
         return measurement
 
@@ -190,6 +196,7 @@ class Meter:
             "loss_sum": self._loss_sum.item(),
             "mean_loss_sum": mean_over_ranks(self._loss_sum),
             "num_steps": self._num_steps,
+            "data_wait": self._data_wait,
             "total_seconds": self._total_seconds,
             "since": since.as_dict(),
             "num_ranks": dist.get_world_size(),
@@ -200,6 +207,7 @@ class Meter:
         same = state["num_ranks"] == dist.get_world_size()
         self._loss_sum.fill_(state["loss_sum" if same else "mean_loss_sum"])
         self._num_steps = state["num_steps"]
+        self._data_wait = state.get("data_wait", 0.0)  # checkpoints of before have none
         self._total_seconds = state["total_seconds"]
         self._mark = self._now() - _Reading.from_dict(state["since"])
 

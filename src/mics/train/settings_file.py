@@ -77,6 +77,11 @@ def _convert(expected: Any, value: object, key: str) -> object:
         raise SettingsError(
             f"{key}: expected one of {', '.join(map(str, get_args(expected)))}, found {value!r}"
         )
+    if get_origin(expected) is tuple:
+        (inner, _) = get_args(expected)
+        if not isinstance(value, list):
+            raise SettingsError(f"{key}: expected a list, found {value!r}")
+        return tuple(_convert(inner, each, key) for each in value)
     if expected is Path and isinstance(value, str):
         return Path(value)
     if expected is TokenCount:

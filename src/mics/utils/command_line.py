@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args
 
@@ -26,13 +26,28 @@ def parse(
     settings: type[_Settings], args: Sequence[str], *, prog: str, default: _Settings | None = None
 ) -> _Settings:
     """The settings of one call. Prints help or a usage error and exits as command lines do."""
-    registry = ConstructorRegistry()
-    registry.primitive_rule(_optional)
-    registry.primitive_rule(_token_count)
-    with registry:
+    with _our_types():
         if default is None:
             return tyro.cli(settings, prog=prog, args=list(args))
         return tyro.cli(settings, prog=prog, args=list(args), default=default)
+
+
+def parse_commands(
+    commands: Mapping[str, Callable[..., int]], args: Sequence[str], *, prog: str, description: str
+) -> int:
+    """Call the function whose name comes first, with what follows. Returns its exit code."""
+    with _our_types():
+        found = tyro.extras.subcommand_cli_from_dict(
+            dict(commands), prog=prog, description=description, args=list(args)
+        )
+    return int(found)
+
+
+def _our_types() -> ConstructorRegistry:
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_optional)
+    registry.primitive_rule(_token_count)
+    return registry
 
 
 def _optional(info: PrimitiveTypeInfo) -> _Spec:

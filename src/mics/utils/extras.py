@@ -9,6 +9,7 @@ from mics.errors import MissingExtraError
 
 PACKAGES: Final = {
     "cli": ("rich", "tyro", "yaml"),
+    "data": ("tokenizers", "pyarrow"),
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "transformers": ("transformers",),
@@ -19,7 +20,7 @@ PACKAGES: Final = {
 """What is imported of each extra. pyproject.toml has the versions."""
 
 
-Extra = Literal["cli", "plot", "tensorboard", "transformers", "wandb", "s3", "gcs"]
+Extra = Literal["cli", "data", "plot", "tensorboard", "transformers", "wandb", "s3", "gcs"]
 
 
 def require(extra: Extra, what: str) -> None:

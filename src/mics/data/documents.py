@@ -1,0 +1,164 @@
+"""Documents out of text, JSONL and parquet files, one after the other and never a whole file of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, Literal, cast
+
+from mics.errors import SettingsError
+from mics.utils.extras import require
+
+Kind = Literal["auto", "text", "jsonl", "parquet"]
+Separator = Literal["passage", "blank-line", "line", "file"]
+Advance = Callable[[int], object]
+_JSON: Final = (".jsonl", ".ndjson", ".json")
+_PARQUET: Final = (".parquet", ".pq")
+_COMPRESSED: Final = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+_PARQUET_ROWS: Final = 1024
+_PASSAGE_CHARACTERS: Final = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentFormat:
+    """How files are read."""
+
+    kind: Kind = "auto"
+    field: str = "text"
+    """Of JSONL and parquet: the one that has the text."""
+    separator: Separator = "passage"
+    """Of text files: what a document is. A passage ends at the first blank line after some pages."""
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """Files as given; of a folder all that are in it, by name."""
+    found = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(each for each in path.rglob("*") if each.is_file())
+            if not inside:
+                raise SettingsError(f"{path}: expected a folder with files, found an empty one")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise SettingsError(f"{path}: expected a file or a folder that exists, found none")
+    if not found:
+        raise SettingsError("FILES: expected at least one file of text, found none")
+    return found
+
+
+def read_documents(
+    file: Path, how: DocumentFormat, *, advance: Advance = lambda nbytes: None
+) -> Iterator[str]:
+    """The documents of a file. ``advance`` is told how many of its bytes are read."""
+    kind = _kind_of(file) if how.kind == "auto" else how.kind
+    read = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}[kind]
+    num_documents = 0
+    try:
+        for text in read(file, how, advance):
+            if text:
+                num_documents += 1
+                yield text
+    except OSError as error:
+        raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
+    if num_documents == 0:
+        raise SettingsError(f"{file}: expected text, found an empty file; leave it out")
+
+
+def _kind_of(file: Path) -> Literal["text", "jsonl", "parquet"]:
+    suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
+    last = suffixes[-1].lower() if suffixes else ""
+    return "jsonl" if last in _JSON else "parquet" if last in _PARQUET else "text"
+
+
+def _lines(file: Path, advance: Advance) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, without their ends."""
+    done = 0
+    with file.open("rb") as raw:
+        stream = _uncompressed(file, raw)  # with a name: what nobody holds is closed, and ``raw`` with it
+        for number, line in enumerate(stream, start=1):
+            if number % 256 == 0:
+                advance(raw.tell() - done)
+                done = raw.tell()
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise SettingsError(
+                    f"{file}, line {number}: expected text in UTF-8, found the byte "
+                    f"0x{line[error.start]:02x} ({error.reason}); convert the file, or leave it out"
+                ) from None
+        advance(raw.tell() - done)
+
+
+def _uncompressed(file: Path, raw: IO[bytes]) -> IO[bytes]:
+    codec = _COMPRESSED.get(file.suffix)
+    if codec is None:
+        return raw
+    require("data", f"a compressed file ({file.name})")
+    import pyarrow as pa
+
+    return io.BufferedReader(cast(io.RawIOBase, pa.CompressedInputStream(raw, codec)))
+
+
+def _text(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
+    least = {"line": 0, "blank-line": 0, "passage": _PASSAGE_CHARACTERS, "file": math.inf}[how.separator]
+    lines: list[str] = []
+    size = 0
+    for _, line in _lines(file, advance):
+        is_end = how.separator == "line" or not line.strip()
+        if lines or line.strip():
+            lines.append(line)
+            size += len(line)
+        if is_end and size >= least:
+            yield "\n".join(lines).rstrip()
+            lines, size = [], 0
+    yield "\n".join(lines).rstrip()
+
+
+def _jsonl(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
+    for number, line in _lines(file, advance):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise SettingsError(f"{file}, line {number}: expected JSON, found: {error}") from None
+        text = row.get(how.field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+            raise SettingsError(
+                f"{file}, line {number}: expected text in the field {how.field!r}, found "
+                f"{found or 'no field'}; name the field with --field"
+            )
+        yield text
+
+
+def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
+    require("data", f"a parquet file ({file.name})")
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        content = parquet.ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise SettingsError(f"{file}: expected a parquet file, found: {error}") from None
+    with content:
+        schema = content.schema_arrow
+        if how.field not in schema.names or not _is_text(schema.field(how.field).type):
+            raise SettingsError(
+                f"{file}: expected text in the column {how.field!r}, found {', '.join(schema.names)}; "
+                "name the column with --field"
+            )
+        nbytes, rows = file.stat().st_size, max(1, content.metadata.num_rows)
+        for batch in content.iter_batches(batch_size=_PARQUET_ROWS, columns=[how.field]):
+            advance(nbytes * len(batch) // rows)
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+
+
+def _is_text(kind: object) -> bool:
+    return str(kind) in ("string", "large_string", "string_view")

@@ -1,0 +1,174 @@
+"""``index.json``: what a folder of token shards has, so that a missing or changed file is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import xxhash
+
+from mics.errors import SettingsError
+
+INDEX_FILE: Final = "index.json"
+TOKENIZER_FOLDER: Final = "tokenizer"
+_FORMAT: Final = "mics token shards"
+_VERSION: Final = 1
+_READ_NBYTES: Final = 1 << 22
+Split = Literal["train", "validation"]
+DTYPES: Final = {"uint16": 2, "uint32": 4}
+"""What shards are made of, and the bytes of a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """The ids of tokens that are no text."""
+
+    end_of_text: int
+    """Stands after every document."""
+    begin: int | None = None
+    """Stands before a sequence of a masked language model."""
+    mask: int | None = None
+    all_ids: tuple[int, ...] = ()
+    """These and all others: padding, unknown, ... They are never masked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One .npy file of tokens."""
+
+    file: str
+    split: Split
+    num_tokens: int
+    nbytes: int
+    digest: str
+    """XXH3 with 128 bits, of the whole file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One input file."""
+
+    file: str
+    nbytes: int
+    num_documents: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardIndex:
+    """Everything a reader needs to know before it opens a shard."""
+
+    dtype: str
+    vocab_size: int
+    special: SpecialTokens
+    tokenizer: str
+    """``bytes``, or the digest of tokenizer.json: sources that are mixed must have the same."""
+    seed: int
+    num_documents: int
+    shards: tuple[Shard, ...]
+    sources: tuple[Prepared, ...]
+
+    def of_split(self, split: Split) -> tuple[Shard, ...]:
+        return tuple(shard for shard in self.shards if shard.split == split)
+
+    def num_tokens(self, split: Split) -> int:
+        return sum(shard.num_tokens for shard in self.of_split(split))
+
+    def write(self, folder: Path) -> None:
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_index(folder: Path) -> ShardIndex:
+    """The index of a folder, checked for what it must have."""
+    file = folder / INDEX_FILE
+    if not file.is_file():
+        found = "no such folder" if not folder.is_dir() else "none"
+        raise SettingsError(
+            f"{folder}: expected a folder that mics data prepare has made, with {INDEX_FILE}, found {found}"
+        )
+    try:
+        content = json.loads(file.read_bytes())
+        if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+            raise SettingsError(
+                f"{file}: expected version {_VERSION} of {_FORMAT!r}, found version "
+                f"{content['version']!r} of {content['format']!r}; use the mics that made it"
+            )
+        special = _known(SpecialTokens, content["special"])
+        index = ShardIndex(
+            **{
+                **_known(ShardIndex, content),
+                "special": SpecialTokens(**{**special, "all_ids": tuple(special["all_ids"])}),
+                "shards": tuple(Shard(**_known(Shard, each)) for each in content["shards"]),
+                "sources": tuple(Prepared(**_known(Prepared, each)) for each in content["sources"]),
+            }
+        )
+        if index.dtype not in DTYPES:
+            raise ValueError(f"dtype {index.dtype!r}")
+    except SettingsError:
+        raise
+    except OSError as error:
+        raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(
+            f"{file}: expected an index of token shards, found one that lacks or breaks {error}; prepare the "
+            "data again"
+        ) from None
+    return index
+
+
+def _known(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a class: what is not there is a KeyError, what is more is left out."""
+    return {item.name: content[item.name] for item in fields(cls)}
+
+
+def check_sizes(folder: Path, index: ShardIndex) -> None:
+    """Raise if a shard is missing or has another size: no shard is read."""
+    for shard in index.shards:
+        file = folder / shard.file
+        try:
+            nbytes = file.stat().st_size
+        except FileNotFoundError:
+            raise SettingsError(
+                f"{file}: expected a shard of {shard.nbytes:,} bytes, found no such file; copy it again, or "
+                "prepare the data again"
+            ) from None
+        except OSError as error:
+            raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
+        if nbytes != shard.nbytes:
+            raise SettingsError(
+                f"{file}: expected a shard of {shard.nbytes:,} bytes, found {nbytes:,}; copy it again, or "
+                "prepare the data again"
+            )
+
+
+def changed_shards(
+    folder: Path, shards: Sequence[Shard], *, progress: Callable[[int], object] = lambda nbytes: None
+) -> list[str]:
+    """Read every shard; a sentence for each that is not what was written."""
+    wrong = []
+    for shard in shards:
+        file = folder / shard.file
+        try:
+            found = digest_of(file, progress=progress)
+        except OSError as error:
+            wrong.append(f"{file}: could not be read: {error.strerror or error}")
+            continue
+        if found != shard.digest:
+            wrong.append(
+                f"{file}: expected the digest {shard.digest}, found {found}: it was changed after it was "
+                "written; copy it again, or prepare the data again"
+            )
+    return wrong
+
+
+def digest_of(file: Path, *, progress: Callable[[int], object] = lambda nbytes: None) -> str:
+    """Of a whole file."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_NBYTES):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()

@@ -1,0 +1,73 @@
+"""A byte-level BPE tokenizer from one's own text, for causal and for masked language models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+from mics.data.documents import DocumentFormat, find_files, read_documents
+from mics.data.preparing import published
+from mics.data.tokenizer import TOKENIZER_FILE, fast_config
+from mics.errors import SettingsError
+from mics.utils.extras import require
+from mics.utils.progress import long_work
+
+# In RoBERTa's order: its models take id 1 for padding.
+_SPECIAL: Final = {
+    "bos_token": "<s>",
+    "pad_token": "<pad>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "mask_token": "<mask>",
+}
+_NUM_BYTES: Final = 256
+
+
+def train_tokenizer(
+    files: tuple[Path, ...],
+    out: Path,
+    *,
+    vocab_size: int,
+    reading: DocumentFormat,
+    objective: Literal["causal", "masked"],
+) -> int:
+    """Write tokenizer.json and its config into a new folder. Returns the size of the vocabulary."""
+    require("data", "mics data tokenizer")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    least = _NUM_BYTES + len(_SPECIAL)
+    if vocab_size < least:
+        raise SettingsError(
+            f"--vocab-size: expected {least} or more ({_NUM_BYTES} bytes and {len(_SPECIAL)} special "
+            f"tokens), found {vocab_size}"
+        )
+    found = find_files(files)
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_SPECIAL.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with published(out) as folder:
+        with long_work("read", sum(file.stat().st_size for file in found)) as work:
+
+            def texts() -> Iterator[str]:
+                for file in found:
+                    yield from read_documents(file, reading, advance=work.advance)
+
+            library.train_from_iterator(texts(), trainer=trainer)
+        if objective == "masked":
+            begin, end = _SPECIAL["bos_token"], _SPECIAL["eos_token"]
+            pairs = [(name, library.token_to_id(name)) for name in (begin, end)]
+            library.post_processor = processors.TemplateProcessing(
+                single=f"{begin} $A {end}", pair=f"{begin} $A {end} {end} $B {end}", special_tokens=pairs
+            )
+        library.save(str(folder / TOKENIZER_FILE))
+        config = {**fast_config(_SPECIAL), "cls_token": "<s>", "sep_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return int(library.get_vocab_size(with_added_tokens=True))

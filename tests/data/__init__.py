@@ -1,0 +1,1 @@
+"""Token shards: preparing, reading, mixing, masking."""

@@ -1,0 +1,187 @@
+"""From files to shards: nothing is lost, the same bytes come out, and wrong input is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mics.data import TokenData, TokenStream
+from mics.data import shard_files as shard_files_module
+from mics.data.documents import DocumentFormat, read_documents
+from mics.data.preparing import Preparing, prepare
+from mics.data.tokenizer import BytesTokenizer, load_tokenizer
+from mics.errors import SettingsError
+from tests.data.folders import FABLES, read
+
+_TEXTS = [f"document {number}: " + "word " * (number % 17 + 1) for number in range(200)]
+
+
+def _jsonl(file: Path) -> Path:
+    file.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in _TEXTS))
+    return file
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def _tokens(stream: TokenStream) -> list[int]:
+    return [int(token) for token in read(stream, [0], len(stream))[0]]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_every_document_is_there_once(kind: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    """In another order, each with the end-of-text token behind; validation has its share."""
+    tokenizer = load_tokenizer("bytes" if kind == "bytes" else str(tokenizer_folder))
+    asked = Preparing(
+        files=(_jsonl(tmp_path / "a.jsonl"),), out=tmp_path / "out", shard_tokens=500, validation_share=0.2
+    )
+    index = prepare(asked, tokenizer)
+    opened = TokenData.open(tmp_path / "out")
+    assert opened.index == index
+    found: list[str] = []
+    for split in ("validation", "train"):
+        tokens = _tokens(opened.stream(split))
+        assert tokens[-1] == index.special.end_of_text
+        ends = np.flatnonzero(np.array(tokens) == index.special.end_of_text)
+        found += [
+            tokenizer.decode(part[:-1].tolist()) for part in np.split(np.array(tokens), ends + 1) if part.size
+        ]
+        if split == "validation":
+            assert len(tokens) == pytest.approx(0.2 * sum(s.num_tokens for s in index.shards), abs=120)
+    assert sorted(found) == sorted(_TEXTS)
+    assert found != _TEXTS
+    assert {shard.num_tokens for shard in index.of_split("train")[:-1]} == {500}
+
+
+def test_bytes_are_the_same_for_any_number_of_workers(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it matter how many buckets there are, or how often they are flushed. The seed does."""
+    files = (_jsonl(tmp_path / "a.jsonl"), FABLES)
+    made = {}
+    for name, workers, seed in (("one", 1, 0), ("four", 4, 0), ("buckets", 2, 0), ("other", 1, 1)):
+        if name == "buckets":
+            monkeypatch.setattr(shard_files_module, "_BUCKET_NBYTES", 4000)
+            monkeypatch.setattr(shard_files_module, "_BUFFERED_NBYTES", 5000)
+            monkeypatch.setattr("mics.data.preparing._BATCH_CHARACTERS", 900)
+        out = tmp_path / name
+        asked = Preparing(files=files, out=out, shard_tokens=4000, seed=seed, workers=workers)
+        prepare(asked, load_tokenizer(str(tokenizer_folder)))
+        made[name] = _content(out)
+    assert made["one"] == made["four"] == made["buckets"]
+    assert made["one"] != made["other"]
+    assert "tokenizer/tokenizer.json" in made["one"]
+
+
+def test_all_kinds_of_files_give_the_same_documents(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in _TEXTS).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    parquet.write_table(pyarrow.table({"body": _TEXTS, "n": list(range(200))}), tmp_path / "c.parquet")
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        assert list(read_documents(tmp_path / name, DocumentFormat(field="body"))) == _TEXTS
+    (tmp_path / "d.txt").write_text("\n".join(text.strip() for text in _TEXTS))
+    stripped = [text.strip() for text in _TEXTS]
+    assert list(read_documents(tmp_path / "d.txt", DocumentFormat(separator="line"))) == stripped
+
+
+def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    paragraph = "a line\nanother line\n"
+    file.write_bytes(b"\xef\xbb\xbf\n" + f"{paragraph}\n\r\n{paragraph}".encode())
+    one = paragraph.strip()
+    assert list(read_documents(file, DocumentFormat(separator="blank-line"))) == [one, one]
+    assert list(read_documents(file, DocumentFormat(separator="file"))) == [f"{one}\n\n\n{one}"]
+    assert list(read_documents(file, DocumentFormat(separator="line"))) == one.split("\n") * 2
+    file.write_text("\n".join(paragraph for _ in range(1000)))
+    passages = list(read_documents(file, DocumentFormat()))
+    assert [len(passage) > 8000 for passage in passages] == [True, True, False]
+    assert "\n\n".join(passages) == "\n\n".join([one] * 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("empty.txt", b"", r"empty\.txt: expected text, found an empty file"),
+        ("blank.txt", b"\n \n", r"blank\.txt: expected text, found an empty file"),
+        ("latin.txt", b"one\ngr\xfcn\n", r"latin\.txt, line 2: expected text in UTF-8, found the byte 0xfc"),
+        ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl, line 1: expected text in the field 'text', found body"),
+        ("b.jsonl", b'{"text": "x"}\n{"te', r"b\.jsonl, line 2: expected JSON"),
+        ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
+        ("nul.txt", b"a\0b", r"expected text without the byte 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value and "\\" not in value else "",
+)
+def test_wrong_files_are_named_and_nothing_is_left(
+    name: str, content: bytes, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SettingsError, match=expected):
+        prepare(Preparing(files=(tmp_path / name,), out=tmp_path / "out"), BytesTokenizer())
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"files": (Path("nowhere.txt"),)}, r"nowhere\.txt: expected a file or a folder that exists"),
+        ({"files": ()}, "FILES: expected at least one file"),
+        ({"out": FABLES.parent}, "expected a name that is free, found a folder"),
+        (
+            {"reading": DocumentFormat(separator="file")},
+            "expected documents for training and for validation, found 1",
+        ),
+    ],
+)
+def test_what_cannot_be_prepared_is_named(changed: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"files": (FABLES,), "out": tmp_path / "out", **changed}
+    with pytest.raises(SettingsError, match=expected):
+        prepare(Preparing(**given), BytesTokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--tokenizer: expected bytes, a tokenizer\.json or a folder"):
+        load_tokenizer(str(tmp_path / "missing"))
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    with pytest.raises(SettingsError, match=r"expected a tokenizer\.json of the tokenizers library"):
+        load_tokenizer(str(file))
+    content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    file.write_text(json.dumps(content))
+    assert load_tokenizer(str(file)).special == load_tokenizer(str(tokenizer_folder)).special
+    with pytest.raises(SettingsError, match=r"no '<end>' in it; name it with --end-of-text"):
+        load_tokenizer(str(file), end_of_text="<end>")
+    content["added_tokens"] = []
+    content["model"]["vocab"].pop("</s>")
+    file.write_text(json.dumps(content))
+    with pytest.raises(SettingsError, match=r"expected a token that ends a document, found none of"):
+        load_tokenizer(str(file))
+
+
+def test_a_text_cannot_spell_special_tokens(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    tokens = tokenizer.encode("</s><mask>")
+    assert not set(tokens) & set(tokenizer.special.all_ids)
+    assert tokenizer.decode(tokens) == "</s><mask>"
+
+
+@pytest.mark.full
+def test_transformers_loads_the_tokenizer(fables: TokenData) -> None:
+    """From the folder of shards, with the same ids and RoBERTa's frame."""
+    transformers = pytest.importorskip("transformers")
+    assert fables.tokenizer_folder is not None
+    loaded = transformers.AutoTokenizer.from_pretrained(fables.tokenizer_folder)
+    ours = load_tokenizer(str(fables.tokenizer_folder))
+    text = "There was once a miller."
+    assert loaded(text)["input_ids"] == [0, *ours.encode(text), 2]
+    assert (loaded.mask_token_id, loaded.pad_token_id, loaded.eos_token_id) == (4, 1, 2)
