@@ -13,12 +13,12 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-import mics.checkpoint.folders as folders
 from mics.checkpoint.contents import Contents, contents_of
 from mics.checkpoint.exporting import MappedFile, divide_files
 from mics.checkpoint.files import sync_folder, write_durably
 from mics.checkpoint.formats.safetensors_files import MAP_NAME, Planned, map_text
 from mics.checkpoint.saving import engine_in, join_hosts
+from mics.checkpoint.storage import Draft, LocalStorage, partial_of
 from mics.checkpoint.together import together
 from mics.comm.journal import collective_call
 from mics.errors import CheckpointError
@@ -65,6 +65,7 @@ class _Writing:
 
     def __init__(self, out: Path, contents: Contents, shard_nbytes: int) -> None:
         self._out = out
+        self._storage = LocalStorage()
         self._buffers = contents.buffers
         self._places = {id(held.shard): held.name for held in contents.params}
         planned = [
@@ -77,8 +78,10 @@ class _Writing:
         ]
         self._error: Exception | None = None
         self._tensors = divide_files(planned, shard_nbytes=shard_nbytes)
+        self._draft: Draft | None = None
         try:
-            self._partial = folders.begin(out)
+            self._draft = self._storage.begin(out)
+            self._partial = partial_of(out)
             self._files = [MappedFile(self._partial / name, each) for name, each in self._tensors.items()]
         except OSError as error:
             raise self._failed(error) from error
@@ -111,11 +114,13 @@ class _Writing:
             write_durably(self._partial / MAP_NAME, map_text(self._tensors).encode())
             beside(self._partial)
             sync_folder(self._partial)
-            folders.publish(self._out)
+            assert self._draft is not None
+            self._storage.publish(self._draft)
         except (OSError, RuntimeError) as error:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> CheckpointError:
-        folders.abandon(self._out)
+        if self._draft is not None:
+            self._storage.abandon(self._draft)
         reason = error.strerror if isinstance(error, OSError) else None
         return CheckpointError(f"{self._out}: could not be written: {reason or error}")

@@ -243,7 +243,8 @@ def _save_weights(run: _Run) -> tuple[Path | None, dict[str, Tensor]]:
     if not is_of_transformers(run.model):
         return None, mics.full_state_dict(run.model)
     folder = run.config.run_dir / "hf"
-    export_folder(run.model, folder, sources=[run.config.model.build().folder])
+    sources = [run.config.model.build().folder, run.config.data.tokenizer_folder]
+    export_folder(run.model, folder, sources=sources)
     return folder, {}
 
 
