@@ -1,0 +1,73 @@
+"""Times of what all ranks do at once: the slowest rank counts, and all ranks come to the same figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from mics.comm.host_group import HostGroup
+
+_LEAST_SECONDS: Final = 0.02  # of one reading: what is shorter runs several times
+_MOST_RUNS: Final = 64
+_NUM_REPEATS: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of one run, in the median of the repeats."""
+
+    seconds: float
+    spread: float
+    """Half of the distance between the quickest and the slowest repeat, as a share of the median."""
+
+
+class Stopwatch:
+    """Times actions that every rank of the world calls in the same order."""
+
+    def __init__(self, ranks: HostGroup, device: torch.device, *, max_seconds: float) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._began = time.monotonic()
+        self._max_seconds = max_seconds
+
+    @property
+    def size(self) -> int:
+        return self._ranks.size
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left, the same on all ranks."""
+        return self._max_seconds - max(self.tell(time.monotonic() - self._began))
+
+    def tell(self, value: Any) -> list[Any]:
+        """``value`` of every rank."""
+        return self._ranks.all_gather(value)
+
+    def time(self, action: Callable[[], object], *, repeats: int = _NUM_REPEATS) -> Timing:
+        """Seconds of ``action`` on the slowest rank, after one run that is not counted."""
+        self._reading(action, 1)
+        once = max(self.tell(self._reading(action, 1)))
+        runs = max(1, min(_MOST_RUNS, math.ceil(_LEAST_SECONDS / max(once, 1e-9))))
+        readings = [self._reading(action, runs) for _ in range(repeats)]
+        slowest = [max(each) for each in zip(*self.tell(readings), strict=True)]
+        middle = statistics.median(slowest)
+        return Timing(seconds=middle, spread=(max(slowest) - min(slowest)) / 2 / middle)
+
+    def _reading(self, action: Callable[[], object], runs: int) -> float:
+        self._synchronize()
+        self.tell(None)  # all begin together
+        began = time.perf_counter()
+        for _ in range(runs):
+            action()
+        self._synchronize()
+        return (time.perf_counter() - began) / runs
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
