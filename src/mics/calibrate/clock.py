@@ -49,11 +49,17 @@ class Stopwatch:
         """``value`` of every rank."""
         return self._ranks.all_gather(value)
 
-    def time(self, action: Callable[[], object], *, repeats: int = _NUM_REPEATS) -> Timing:
-        """Seconds of ``action`` on the slowest rank, after one run that is not counted."""
+    def time(
+        self, action: Callable[[], object], *, repeats: int = _NUM_REPEATS, max_seconds: float = math.inf
+    ) -> Timing:
+        """Seconds of ``action`` on the slowest rank, after one run that is not counted.
+
+        Fewer repeats, though one at least, where all of them would take more than ``max_seconds``.
+        """
         self._reading(action, 1)
-        once = max(self.tell(self._reading(action, 1)))
-        runs = max(1, min(_MOST_RUNS, math.ceil(_LEAST_SECONDS / max(once, 1e-9))))
+        once = max(1e-9, *self.tell(self._reading(action, 1)))
+        runs = max(1, min(_MOST_RUNS, math.ceil(_LEAST_SECONDS / once)))
+        repeats = int(max(1, min(repeats, max_seconds / (runs * once) - 2)))
         readings = [self._reading(action, runs) for _ in range(repeats)]
         slowest = [max(each) for each in zip(*self.tell(readings), strict=True)]
         middle = statistics.median(slowest)

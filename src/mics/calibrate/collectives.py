@@ -102,11 +102,12 @@ def measure_series(
     span = groups.span(division)
     began = watch.left
     for nbytes in sizes(max_nbytes):
-        if points and _is_enough(points, nbytes, left=max_seconds - (began - watch.left)):
+        left = max_seconds - (began - watch.left)
+        if points and _is_enough(points, nbytes, left=left):
             break
         numel = nbytes // 4 // span.size * span.size
         buffer = torch.zeros(numel, dtype=torch.float32, device=device)
-        timing = watch.time(groups.action(division, kind, buffer))
+        timing = watch.time(groups.action(division, kind, buffer), max_seconds=left)
         points.append(
             Point(
                 kind=kind,

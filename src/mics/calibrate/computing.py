@@ -112,11 +112,13 @@ class Work:
         return lambda: F.scaled_dot_product_attention(query, query, query, is_causal=config.causal)
 
 
-def measure_machine(watch: Stopwatch, work: Work, *, advance: Callable[[], object]) -> Machine:
+def measure_machine(
+    watch: Stopwatch, work: Work, *, max_seconds: float, advance: Callable[[], object]
+) -> Machine:
     """Everything but communication. ``advance`` is called after each of ``NUM_STAGES`` stages."""
 
     def seconds(action: Callable[[], object]) -> float:
-        found = watch.time(action).seconds
+        found = watch.time(action, max_seconds=max_seconds / NUM_STAGES).seconds
         advance()
         return found
 

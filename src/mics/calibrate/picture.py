@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from mics.calibrate.fit import TINY_NBYTES, Point, worst_error
 from mics.calibrate.run import Calibration
@@ -68,7 +68,8 @@ def _draw_link(axes: Axes, found: Calibration, division: Literal["intra", "inter
             )
     axes.set_xscale("log", base=4)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=16, numticks=9))
+    measured = sorted({point.nbytes for point in points})
+    axes.set_xticks(measured[:: 1 + len(measured) // 5])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))

@@ -21,7 +21,8 @@ from mics.cost.gpus import GPUS
 from mics.errors import SettingsError
 from mics.train.hardware import peak_tflops
 
-_COLLECTIVES_SHARE: Final = 0.6  # of the time
+_COMPUTE_SHARE: Final = 0.3  # of the time
+_COLLECTIVES_SHARE: Final = 0.5
 _MEMORY_SHARE: Final = 0.2  # of a device's free memory, for the largest buffer: there are up to four of them
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
@@ -72,7 +73,7 @@ def calibrate_world(
     watch = Stopwatch(world.host_group(), work.device, max_seconds=max_seconds)
     total, shared = memory_of(work.device, groups.ranks_per_node, watch)
     max_nbytes = min(max_nbytes, int(min(watch.tell(_free_nbytes(work.device) / shared)) * _MEMORY_SHARE))
-    machine = measure_machine(watch, work, advance=advance)
+    machine = measure_machine(watch, work, max_seconds=_COMPUTE_SHARE * max_seconds, advance=advance)
     points: list[Point] = []
     series = list(groups.series())
     budget = min(_COLLECTIVES_SHARE * max_seconds, max(0.0, watch.left))
