@@ -1,7 +1,7 @@
-"""Steps that a calibrated plan predicts against steps that are run: `python -m benchmarks.calibration_accuracy`.
+"""Steps that a calibrated plan predicts against steps that are run.
 
-    python -m benchmarks.calibration_accuracy --rates 50mbit 100mbit 200mbit      # namespace hosts (root)
-    python -m benchmarks.calibration_accuracy --on gpu --model gpt-118m           # NCCL ranks that share a GPU
+    python -m benchmarks.calibration_accuracy --rates 50mbit 100mbit 200mbit   # namespace hosts (root)
+    python -m benchmarks.calibration_accuracy --on gpu --model gpt-118m        # NCCL ranks that share a GPU
 
 Two nodes of two ranks calibrate, write the cluster file, train real steps with `MICS_CLUSTER` naming it, and
 ask the planner's simulation for the same setting. This is done several times in turns, because other load on

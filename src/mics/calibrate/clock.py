@@ -43,7 +43,8 @@ class Stopwatch:
     @property
     def left(self) -> float:
         """Seconds of the budget that are left, the same on all ranks."""
-        return self._max_seconds - max(self.tell(time.monotonic() - self._began))
+        spent: list[float] = self.tell(time.monotonic() - self._began)
+        return self._max_seconds - max(spent)
 
     def tell(self, value: Any) -> list[Any]:
         """``value`` of every rank."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from mics.calibrate.fit import worst_error
+from mics.calibrate.fit import LinkName, worst_error
 from mics.calibrate.run import Calibration
 from mics.cost.clusters import Cluster, Link
 from mics.errors import SettingsError
@@ -34,7 +33,7 @@ def check_writable(file: Path) -> None:
 def write_cluster(file: Path, found: Calibration, *, model: str, backend: str) -> None:
     """All of it or nothing: a run that begins meanwhile reads the file of before."""
     _part(file).write_text(as_yaml(found, model=model, backend=backend))
-    os.replace(_part(file), file)
+    _part(file).replace(file)
 
 
 def _part(file: Path) -> Path:
@@ -75,7 +74,7 @@ def as_yaml(found: Calibration, *, model: str, backend: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _link_lines(name: str, link: Link, found: Calibration) -> list[str]:
+def _link_lines(name: LinkName, link: Link, found: Calibration) -> list[str]:
     value = (
         f"{name}: {{bandwidth: {link.bandwidth:.4e}, latency: {link.latency:.4e}, "
         f"ramp_nbytes: {link.ramp_nbytes:.0f}, slowdown: {link.slowdown:.3f}}}"
@@ -83,8 +82,7 @@ def _link_lines(name: str, link: Link, found: Calibration) -> list[str]:
     num_points = sum(point.division == name for point in found.points)
     if not num_points:
         return [f"# {name}: not measured, since no group of these ranks uses it alone", value]
-    division = "intra" if name == "intra" else "inter"
-    worst = percent(worst_error(found.cluster, found.points, division))
+    worst = percent(worst_error(found.cluster, found.points, name))
     return [f"# {name}: {num_points} points, the worst {worst} off the line", value]
 
 

@@ -156,7 +156,9 @@ def stand_in(shape: ModelShape) -> GPTConfig:
     )
 
 
-def _measure(world: World, groups: Groups, work: Work, config: CalibrateConfig, *, quiet: bool) -> Calibration:
+def _measure(
+    world: World, groups: Groups, work: Work, config: CalibrateConfig, *, quiet: bool
+) -> Calibration:
     max_nbytes = config.max_mib << 20
     if quiet:
         return calibrate_world(world, groups, work, max_nbytes=max_nbytes, max_seconds=config.max_seconds)

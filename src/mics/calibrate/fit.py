@@ -13,7 +13,9 @@ from mics.cost.auto import move_seconds
 from mics.cost.clusters import Cluster, Link
 from mics.cost.collectives import Kind, Span, cost
 
-Division = Literal["intra", "inter", "world"]
+LinkName = Literal["intra", "inter"]
+LINK_NAMES: Final[tuple[LinkName, ...]] = ("intra", "inter")
+Division = LinkName | Literal["world"]
 """Which ranks are in a group: those of a node, those of equal place on all nodes, everybody."""
 
 TINY_NBYTES: Final = 4 << 10
@@ -22,6 +24,8 @@ _ROUNDS: Final = 60
 _DAMPING: Final = 1e-9
 _LEAST_SPREAD: Final = 0.02  # of a measurement's time: no clock and no machine is more exact
 _LEAST_LATENCY: Final = 1e-9
+_OUTLIER: Final = 0.1  # as a logarithm: what is further off the line counts for less (Huber)
+_PASSES: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class Point:
 
 def fit_links(cluster: Cluster, points: Sequence[Point]) -> Cluster:
     """``cluster`` with the links that explain ``points`` best. A link that nothing was sent over stays."""
-    for division in ("intra", "inter"):
+    for division in LINK_NAMES:
         found = [point for point in points if point.division == division]
         if found:
             cluster = _fit(cluster, division, found)
@@ -63,25 +67,31 @@ def worst_error(cluster: Cluster, points: Sequence[Point], division: Division) -
     return max(errors, default=0.0)
 
 
-def _fit(cluster: Cluster, division: Literal["intra", "inter"], points: Sequence[Point]) -> Cluster:
+def with_link(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
+    """The same cluster with another link."""
+    return replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
+
+
+def _fit(cluster: Cluster, division: LinkName, points: Sequence[Point]) -> Cluster:
     fitted = [point for point in points if point.nbytes > TINY_NBYTES]
-    weights = np.array([1 / max(point.spread, _LEAST_SPREAD) for point in fitted])
+    exact = np.array([1 / max(point.spread, _LEAST_SPREAD) for point in fitted])
+    before: Link = getattr(cluster, division)
 
-    def with_link(logs: np.ndarray) -> Cluster:
-        return _with(cluster, division, latency=math.exp(logs[0]), bandwidth=math.exp(logs[1]))
+    def cluster_of(logs: np.ndarray) -> Cluster:
+        latency, bandwidth = (math.exp(each) for each in logs)
+        link = replace(before, latency=latency, bandwidth=bandwidth, ramp_nbytes=0.0)
+        return with_link(cluster, division, link)
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        """Errors as ratios: a small message counts as much as a large one."""
-        here = with_link(logs)
-        return weights * np.array([math.log(point.predicted(here) / point.seconds) for point in fitted])
+    def errors(logs: np.ndarray) -> np.ndarray:
+        """As logarithms of ratios: a small message counts as much as a large one."""
+        here = cluster_of(logs)
+        return np.array([math.log(point.predicted(here) / point.seconds) for point in fitted])
 
-    logs = _least_squares(residuals, _first_guess(fitted))
-    return _with_ramp(with_link(logs), division, points)
-
-
-def _with(cluster: Cluster, division: Literal["intra", "inter"], **values: float) -> Cluster:
-    link: Link = replace(getattr(cluster, division), ramp_nbytes=0.0)
-    return replace(cluster, **{division: replace(link, **values)})
+    logs, trust = _first_guess(fitted), np.ones(len(fitted))
+    for _ in range(_PASSES):
+        logs = _least_squares(errors, exact * trust, logs)
+        trust = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(np.abs(errors(logs)), 1e-12)))
+    return _with_ramp(cluster_of(logs), division, points)
 
 
 def _first_guess(points: Sequence[Point]) -> np.ndarray:
@@ -91,8 +101,14 @@ def _first_guess(points: Sequence[Point]) -> np.ndarray:
     return np.log([max(latency, _LEAST_LATENCY), large.nbytes / large.seconds])
 
 
-def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:
+def _least_squares(
+    errors: Callable[[np.ndarray], np.ndarray], weights: np.ndarray, logs: np.ndarray
+) -> np.ndarray:
     """Levenberg and Marquardt's method, for two unknowns: damped steps that only ever go down."""
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        return np.multiply(weights, errors(values))
+
     damping, step = 1e-2, 1e-5
     current = residuals(logs)
     for _ in range(_ROUNDS):
@@ -112,7 +128,7 @@ def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], logs: np.ndarr
     return logs
 
 
-def _with_ramp(cluster: Cluster, division: Literal["intra", "inter"], points: Sequence[Point]) -> Cluster:
+def _with_ramp(cluster: Cluster, division: LinkName, points: Sequence[Point]) -> Cluster:
     """What a hop costs beside its bytes, divided into latency and ramp.
 
     The formula only knows their sum. A message with next to no bytes shows the latency.
@@ -123,4 +139,4 @@ def _with_ramp(cluster: Cluster, division: Literal["intra", "inter"], points: Se
         return cluster
     latency = min(link.latency, min(p.seconds / (p.span.size - 1) for p in tiny))
     ramp = (link.latency - latency) * link.bandwidth
-    return replace(cluster, **{division: replace(link, latency=latency, ramp_nbytes=ramp)})
+    return with_link(cluster, division, replace(link, latency=latency, ramp_nbytes=ramp))

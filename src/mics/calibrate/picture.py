@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from mics.calibrate.fit import TINY_NBYTES, Point, worst_error
+from mics.calibrate.fit import LINK_NAMES, TINY_NBYTES, LinkName, Point, worst_error
 from mics.calibrate.run import Calibration
 from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, cost
@@ -38,7 +38,7 @@ def draw_calibration(file: Path, found: Calibration) -> list[Path]:
 def _draw(file: Path, found: Calibration, theme: Theme) -> None:
     cluster = found.cluster
     assert cluster.computing is not None
-    divisions = [each for each in ("intra", "inter") if any(p.division == each for p in found.points)]
+    divisions = [each for each in LINK_NAMES if any(p.division == each for p in found.points)]
     title = (
         f"Measured collectives and the fitted cost model: {cluster.num_nodes} x {cluster.ranks_per_node} "
         f"ranks, {cluster.computing.device}"
@@ -51,7 +51,7 @@ def _draw(file: Path, found: Calibration, theme: Theme) -> None:
         all_axes[0].set_ylabel("time")
 
 
-def _draw_link(axes: Axes, found: Calibration, division: Literal["intra", "inter"], theme: Theme) -> None:
+def _draw_link(axes: Axes, found: Calibration, division: LinkName, theme: Theme) -> None:
     points = [point for point in found.points if point.division == division and point.nbytes > TINY_NBYTES]
     link = getattr(found.cluster, division)
     for kind, (name, role, marker) in _ROLES.items():

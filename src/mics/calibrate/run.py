@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
@@ -14,7 +14,7 @@ from mics.calibrate.beside import Together, measure_together
 from mics.calibrate.clock import Stopwatch
 from mics.calibrate.collectives import Groups, measure_series
 from mics.calibrate.computing import NUM_STAGES, Machine, Work, device_name, measure_machine
-from mics.calibrate.fit import Point, fit_links
+from mics.calibrate.fit import LINK_NAMES, LinkName, Point, fit_links, with_link
 from mics.comm import World
 from mics.cost.clusters import Cluster, assumed_cluster
 from mics.cost.gpus import GPUS
@@ -34,7 +34,7 @@ class Calibration:
     cluster: Cluster
     machine: Machine
     points: tuple[Point, ...]
-    together: dict[Literal["intra", "inter"], Together]
+    together: dict[LinkName, Together]
     seconds: float
 
 
@@ -85,16 +85,16 @@ def calibrate_world(
         )
         advance()
     cluster = fit_links(_unmeasured(work.device, groups), points)
-    together: dict[Literal["intra", "inter"], Together] = {}
-    for link in ("intra", "inter"):
-        if link in groups.collectives:
-            largest = max(point.nbytes for point in points if point.division == link)
-            together[link] = measure_together(watch, work, groups, cluster, link, max_nbytes=largest)
-            slow = replace(getattr(cluster, link), slowdown=together[link].slowdown)
-            cluster = replace(cluster, **{link: slow})
+    together: dict[LinkName, Together] = {}
+    for name in LINK_NAMES:
+        if name in groups.collectives:
+            largest = max(point.nbytes for point in points if point.division == name)
+            together[name] = measure_together(watch, work, groups, cluster, name, max_nbytes=largest)
+            slow = replace(getattr(cluster, name), slowdown=together[name].slowdown)
+            cluster = with_link(cluster, name, slow)
             advance()
-    name = device_name(work.device)
-    peak = peak_tflops(name) if work.device.type == "cuda" else None
+    device = device_name(work.device)
+    peak = peak_tflops(device) if work.device.type == "cuda" else None
     cluster = replace(
         cluster,
         flops=machine.matrix_flops,
@@ -103,7 +103,7 @@ def calibrate_world(
         memory_bandwidth=machine.memory_bandwidth,
         host_nbytes=float(min(watch.tell(host_nbytes()))),
         host_bandwidth=machine.host_bandwidth,
-        gpu=_known_gpu(name),
+        gpu=_known_gpu(device),
         computing=machine.computing,
     )
     return Calibration(
