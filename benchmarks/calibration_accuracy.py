@@ -1,6 +1,6 @@
 """Steps that a calibrated plan predicts against steps that are run.
 
-    python -m benchmarks.calibration_accuracy --rates 50mbit 100mbit 200mbit   # namespace hosts (root)
+    python -m benchmarks.calibration_accuracy --rates 25mbit 50mbit 100mbit   # namespace hosts (root)
     python -m benchmarks.calibration_accuracy --on gpu --model gpt-118m        # NCCL ranks that share a GPU
 
 Two nodes of two ranks calibrate, write the cluster file, train real steps with `MICS_CLUSTER` naming it, and
@@ -45,15 +45,17 @@ NUM_NODES = 2
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     found.add_argument("--on", choices=("namespace", "gpu"), default="namespace")
-    found.add_argument("--rates", nargs="+", default=["50mbit", "100mbit", "200mbit"], help="of uplinks")
+    found.add_argument("--rates", nargs="+", default=["25mbit", "50mbit", "100mbit"], help="of uplinks")
     found.add_argument("--ranks", type=int, default=2, help="ranks of each of the two nodes")
     found.add_argument("--model", default="gpt-tiny", choices=sorted(GPT_SIZES))
     found.add_argument("--partition-sizes", type=int, nargs="+", default=[2])
     found.add_argument("--batch-size", type=int, default=1, help="sequences of a micro-step on a rank")
     found.add_argument("--accumulation", type=int, default=1)
-    found.add_argument("--rounds", type=int, default=3)
-    found.add_argument("--steps", type=int, default=5, help="measured, after three that are not")
-    found.add_argument("--max-seconds", type=float, default=40.0, help="of one calibration")
+    found.add_argument("--rounds", type=int, default=5)
+    found.add_argument(
+        "--steps", type=int, default=3, help="measured, in pairs, after two pairs that are not"
+    )
+    found.add_argument("--max-seconds", type=float, default=15.0, help="of one calibration")
     found.add_argument("--max-mib", type=int, default=64, help="the largest collective that is calibrated")
     found.add_argument("--timeout", type=float, default=900.0, help="of one rate, in seconds")
     found.add_argument("--name", default="calibrate", help="of the namespace cluster")
@@ -192,7 +194,7 @@ def measured_step(world: World, args: argparse.Namespace, partition_size: int, d
     shape = args.batch_size, config.seq_len + 1
     batches = [torch.randint(config.vocab_size, shape, device=device) for _ in range(args.accumulation)]
     seconds = []
-    for _ in range(3 + args.steps):
+    for _ in range(2 + args.steps):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         world.host_group().all_gather(None)
@@ -206,7 +208,7 @@ def measured_step(world: World, args: argparse.Namespace, partition_size: int, d
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append((time.perf_counter() - began) / 2)
-    every = world.host_group().all_gather(seconds[3:])
+    every = world.host_group().all_gather(seconds[2:])
     return statistics.median(max(each) for each in zip(*every, strict=True))
 
 

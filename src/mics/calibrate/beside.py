@@ -18,6 +18,7 @@ from mics.cost.collectives import Kind, cost
 
 _LEAST_SECONDS: Final = 0.1  # of each, so that they really meet
 _NUM_REPEATS: Final = 3
+_MOST_SLOWDOWN: Final = 3.0  # more is another program that came in between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,18 @@ class Together:
         Perfect overlap takes as long as the longer of the two: that is 1. One after the other is 2.
         """
         longer, shorter = sorted((self.compute, self.communicate), reverse=True)
-        return 1.0 + max(0.0, self.both - longer) / shorter
+        return min(_MOST_SLOWDOWN, 1.0 + max(0.0, self.both - longer) / shorter)
 
 
 def measure_together(
-    watch: Stopwatch, work: Work, groups: Groups, cluster: Cluster, division: Division, *, max_nbytes: int
+    watch: Stopwatch,
+    work: Work,
+    groups: Groups,
+    cluster: Cluster,
+    division: Division,
+    *,
+    max_nbytes: int,
+    max_seconds: float,
 ) -> Together:
     """A block's forward and backward beside all-gathers that take about as long."""
     block = work.block()
@@ -56,7 +64,10 @@ def measure_together(
     compute = _times(block, round(wanted / alone))
     communicate = _times(gather, round(wanted / once))
     both = _beside(compute, communicate, work.device)
-    found = [watch.time(each, repeats=_NUM_REPEATS).seconds for each in (compute, communicate, both)]
+    found = [
+        watch.time(each, repeats=_NUM_REPEATS, max_seconds=max_seconds / 3).seconds
+        for each in (compute, communicate, both)
+    ]
     return Together(compute=found[0], communicate=found[1], both=found[2])
 
 

@@ -17,9 +17,9 @@ from mics.cost.shapes import shape_of_config
 from mics.models import GPTConfig
 from mics.models.gpt import Block, Linear, rotary_angles
 
-_UPDATED_NUMEL: Final = {"cuda": 32 << 20, "cpu": 1 << 20}
-_COPIED_NBYTES: Final = {"cuda": 1 << 30, "cpu": 64 << 20}
-_WIDE: Final = {"cuda": 8192, "cpu": 768}  # of matrices that are as fast as matrices get
+_UPDATED_NUMEL: Final = {"cuda": 32 << 20, "cpu": 1 << 19}
+_COPIED_NBYTES: Final = {"cuda": 1 << 30, "cpu": 32 << 20}
+_WIDE: Final = {"cuda": 8192, "cpu": 512}  # of matrices that are as fast as matrices get
 _PINNED_NBYTES: Final = 256 << 20
 
 

@@ -26,6 +26,7 @@ _LEAST_SPREAD: Final = 0.02  # of a measurement's time: no clock and no machine 
 _LEAST_LATENCY: Final = 1e-9
 _OUTLIER: Final = 0.1  # as a logarithm: what is further off the line counts for less (Huber)
 _PASSES: Final = 4
+_FASTER: Final = 4.0  # than any collective was: what a link may be at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,9 @@ def _fit(cluster: Cluster, division: LinkName, points: Sequence[Point]) -> Clust
         return np.array([math.log(point.predicted(here) / point.seconds) for point in fitted])
 
     logs, trust = _first_guess(fitted), np.ones(len(fitted))
+    bounds = _bounds(fitted, _FASTER * cluster.ranks_per_node)  # they share an uplink
     for _ in range(_PASSES):
-        logs = _least_squares(errors, exact * trust, logs)
+        logs = _least_squares(errors, exact * trust, logs, bounds)
         trust = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(np.abs(errors(logs)), 1e-12)))
     return _with_ramp(cluster_of(logs), division, points)
 
@@ -101,8 +103,22 @@ def _first_guess(points: Sequence[Point]) -> np.ndarray:
     return np.log([max(latency, _LEAST_LATENCY), large.nbytes / large.seconds])
 
 
+def _bounds(points: Sequence[Point], faster: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of the least and the most that latency and bandwidth may be.
+
+    Where messages are small, all of their time may be latency: the bandwidth is then at least what they had.
+    """
+    fastest = max(point.nbytes / point.seconds for point in points) * faster
+    slowest = min(point.nbytes / point.seconds for point in points) / 1e3
+    longest = max(point.seconds for point in points)
+    return np.log([_LEAST_LATENCY, slowest]), np.log([longest, fastest])
+
+
 def _least_squares(
-    errors: Callable[[np.ndarray], np.ndarray], weights: np.ndarray, logs: np.ndarray
+    errors: Callable[[np.ndarray], np.ndarray],
+    weights: np.ndarray,
+    logs: np.ndarray,
+    bounds: tuple[np.ndarray, np.ndarray],
 ) -> np.ndarray:
     """Levenberg and Marquardt's method, for two unknowns: damped steps that only ever go down."""
 
@@ -116,7 +132,7 @@ def _least_squares(
         normal, gradient = slopes.T @ slopes, slopes.T @ current
         damped = normal + damping * np.diag(np.diag(normal)) + _DAMPING * np.eye(2)
         moved = logs - np.clip(np.linalg.solve(damped, gradient), -2.0, 2.0)
-        moved[0] = max(moved[0], math.log(_LEAST_LATENCY))
+        moved = np.clip(moved, *bounds)
         found = residuals(moved)
         if found @ found < current @ current:
             done = float(current @ current - found @ found) < 1e-12

@@ -23,6 +23,7 @@ from mics.train.hardware import peak_tflops
 
 _COMPUTE_SHARE: Final = 0.3  # of the time
 _COLLECTIVES_SHARE: Final = 0.5
+_BESIDE_SHARE: Final = 0.1  # for each link
 _MEMORY_SHARE: Final = 0.2  # of a device's free memory, for the largest buffer: there are up to four of them
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
@@ -89,7 +90,15 @@ def calibrate_world(
     for name in LINK_NAMES:
         if name in groups.collectives:
             largest = max(point.nbytes for point in points if point.division == name)
-            together[name] = measure_together(watch, work, groups, cluster, name, max_nbytes=largest)
+            together[name] = measure_together(
+                watch,
+                work,
+                groups,
+                cluster,
+                name,
+                max_nbytes=largest,
+                max_seconds=_BESIDE_SHARE * max_seconds,
+            )
             slow = replace(getattr(cluster, name), slowdown=together[name].slowdown)
             cluster = with_link(cluster, name, slow)
             advance()
