@@ -114,6 +114,7 @@ def run_ranks(args: argparse.Namespace, rate: str, out: Path) -> None:
         command = [sys.executable, "-m", "benchmarks.cluster", "run", *cluster, *limits, "--", *program]
         subprocess.run(command, check=True, stdout=sys.stderr)
         return
+    environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ}
     agents = []
     for node in range(NUM_NODES):
         torchrun = [
@@ -121,7 +122,7 @@ def run_ranks(args: argparse.Namespace, rate: str, out: Path) -> None:
             *("--nproc-per-node", str(args.ranks), "--node-rank", str(node)),
             *("--master-addr", "127.0.0.1", "--master-port", "29571"),
         ]
-        agents.append(subprocess.Popen([*torchrun, *program], stdout=sys.stderr))
+        agents.append(subprocess.Popen([*torchrun, *program], stdout=sys.stderr, env=environ))
     try:
         codes = [agent.wait(timeout=args.timeout) for agent in agents]
     finally:
@@ -135,7 +136,9 @@ def run_ranks(args: argparse.Namespace, rate: str, out: Path) -> None:
 
 def worker(args: argparse.Namespace) -> None:
     """One rank: rounds of calibration, prediction and steps."""
-    with joined(LaunchSettings()) as me:
+    # All nodes are on one machine: on a GPU all ranks share it.
+    sharing = NUM_NODES * args.ranks if args.on == "gpu" else None
+    with joined(LaunchSettings(ranks_per_gpu=sharing)) as me:
         world = join_world()
         groups = Groups.of(world, node_indices(world.node_names()))
         work = Work(config=GPT_SIZES[args.model], batch_size=args.batch_size, device=me.device)
@@ -189,7 +192,9 @@ def measured_step(world: World, args: argparse.Namespace, partition_size: int, d
     """Median seconds of a step of a real training, on the slowest rank."""
     torch.manual_seed(0)
     config = GPT_SIZES[args.model]
-    model = mics.shard(GPT(config), partition_size=partition_size, optimizer_sharding="world")
+    with device:
+        model = GPT(config)
+    mics.shard(model, partition_size=partition_size, optimizer_sharding="world")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = args.batch_size, config.seq_len + 1
     batches = [torch.randint(config.vocab_size, shape, device=device) for _ in range(args.accumulation)]

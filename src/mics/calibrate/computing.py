@@ -61,7 +61,8 @@ class Work:
     def block(self) -> Callable[[], None]:
         """A forward and a backward of one block, without communication."""
         config = self.config
-        block = Block(config).to(device=self.device, dtype=self.dtype)
+        with self.device:
+            block = Block(config).to(self.dtype)
         inputs = self.random(self.batch_size, config.seq_len, config.hidden_size).requires_grad_()
         head_size = config.hidden_size // config.num_heads
         angles = None
@@ -79,9 +80,9 @@ class Work:
     def head(self) -> Callable[[], None]:
         """The same of the last norm, the head and the loss."""
         config = self.config
-        layers = nn.Sequential(
-            nn.LayerNorm(config.hidden_size), Linear(config.hidden_size, config.vocab_size)
-        ).to(device=self.device, dtype=self.dtype)
+        with self.device:
+            norm, head = nn.LayerNorm(config.hidden_size), Linear(config.hidden_size, config.vocab_size)
+        layers = nn.Sequential(norm, head).to(self.dtype)
         inputs = self.random(self.tokens, config.hidden_size).requires_grad_()
         targets = torch.zeros(self.tokens, dtype=torch.int64, device=self.device)
 
