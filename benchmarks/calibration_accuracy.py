@@ -27,7 +27,7 @@ import torch
 import mics
 from mics.calibrate.cluster_file import write_cluster
 from mics.calibrate.collectives import Groups
-from mics.calibrate.computing import Work
+from mics.calibrate.computing import ModelWork
 from mics.calibrate.run import calibrate_world, node_indices
 from mics.comm import World, join_world
 from mics.cost.memory import Keeping
@@ -141,7 +141,7 @@ def worker(args: argparse.Namespace) -> None:
     with joined(LaunchSettings(ranks_per_gpu=sharing)) as me:
         world = join_world()
         groups = Groups.of(world, node_indices(world.node_names()))
-        work = Work(config=GPT_SIZES[args.model], batch_size=args.batch_size, device=me.device)
+        work = ModelWork(config=GPT_SIZES[args.model], batch_size=args.batch_size, device=me.device)
         file = args.worker.with_suffix(".yaml")
         rows = []
         for number in range(args.rounds):

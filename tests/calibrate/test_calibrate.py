@@ -13,7 +13,7 @@ from mics import cli
 from mics.calibrate.cluster_file import as_yaml, check_writable, write_cluster
 from mics.calibrate.command import CalibrateConfig, stand_in
 from mics.calibrate.computing import Machine
-from mics.calibrate.fit import Point
+from mics.calibrate.fit import CollectiveTime
 from mics.calibrate.picture import draw_calibration
 from mics.calibrate.run import Calibration, node_indices
 from mics.config import why_not_cluster
@@ -57,7 +57,7 @@ MACHINE = Machine(
 def _calibration() -> Calibration:
     span = Span(size=2, num_nodes=2, on_a_node=1)
     points = [
-        Point(kind=kind, division="inter", span=span, nbytes=nbytes, seconds=1.0)
+        CollectiveTime(kind=kind, division="inter", span=span, nbytes=nbytes, seconds=1.0)
         for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE)
         for nbytes in (65536, 262144, 1 << 20)
     ]

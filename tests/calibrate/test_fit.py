@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mics.calibrate.beside import Together
 from mics.calibrate.collectives import KINDS, sizes
-from mics.calibrate.fit import TINY_NBYTES, Division, Point, fit_links, worst_error
+from mics.calibrate.fit import TINY_NBYTES, CollectiveTime, Division, fit_links, worst_error
 from mics.cost.clusters import Cluster, Link
 from mics.cost.collectives import Kind, Span
 
@@ -25,7 +25,7 @@ def _span(division: Division, nodes: int, ranks: int) -> Span:
     return Span(size=nodes * on_a_node, num_nodes=nodes, on_a_node=on_a_node)
 
 
-def _timings(cluster: Cluster, *, noise: float, seed: int = 0) -> list[Point]:
+def _timings(cluster: Cluster, *, noise: float, seed: int = 0) -> list[CollectiveTime]:
     """What a calibration of ``cluster`` would measure if the cost model were the truth."""
     chance = random.Random(seed)
     points = []
@@ -33,7 +33,7 @@ def _timings(cluster: Cluster, *, noise: float, seed: int = 0) -> list[Point]:
         span = _span(division, cluster.num_nodes, cluster.ranks_per_node)
         for kind in KINDS if span.size > 1 else ():
             for nbytes in _SIZES:
-                point = Point(
+                point = CollectiveTime(
                     kind=kind, division=division, span=span, nbytes=nbytes, seconds=1.0, spread=noise
                 )
                 exact = point.predicted(cluster)

@@ -11,7 +11,7 @@ import torch
 
 from mics.calibrate.clock import Stopwatch
 from mics.calibrate.collectives import Groups, sizes
-from mics.calibrate.computing import Work
+from mics.calibrate.computing import ModelWork
 from mics.calibrate.fit import Division
 from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, cost
@@ -41,7 +41,7 @@ class Together:
 
 def measure_together(
     watch: Stopwatch,
-    work: Work,
+    work: ModelWork,
     groups: Groups,
     cluster: Cluster,
     division: Division,

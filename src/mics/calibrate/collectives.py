@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mics.calibrate.clock import Stopwatch
-from mics.calibrate.fit import TINY_NBYTES, Division, Point
+from mics.calibrate.fit import TINY_NBYTES, CollectiveTime, Division
 from mics.comm import Collectives, GroupCollectives, TrafficCounter, TwoStageCollectives, World
 from mics.cost.collectives import Kind, Span
 
@@ -96,9 +96,9 @@ def measure_series(
     device: torch.device,
     max_nbytes: int,
     max_seconds: float,
-) -> list[Point]:
+) -> list[CollectiveTime]:
     """One collective at growing sizes, until its bandwidth has settled or its time is up."""
-    points: list[Point] = []
+    points: list[CollectiveTime] = []
     span = groups.span(division)
     began = watch.left
     for nbytes in sizes(max_nbytes):
@@ -109,7 +109,7 @@ def measure_series(
         buffer = torch.zeros(numel, dtype=torch.float32, device=device)
         timing = watch.time(groups.action(division, kind, buffer), max_seconds=left)
         points.append(
-            Point(
+            CollectiveTime(
                 kind=kind,
                 division=division,
                 span=span,
@@ -122,7 +122,7 @@ def measure_series(
     return points
 
 
-def _is_enough(points: Sequence[Point], nbytes: int, *, left: float) -> bool:
+def _is_enough(points: Sequence[CollectiveTime], nbytes: int, *, left: float) -> bool:
     """Whether a larger size would tell no more, or take too long."""
     last = points[-1]
     expected = _RUNS * last.seconds * nbytes / last.nbytes

@@ -13,7 +13,7 @@ import tyro
 
 from mics.calibrate.cluster_file import check_writable, described, write_cluster
 from mics.calibrate.collectives import Groups
-from mics.calibrate.computing import Work
+from mics.calibrate.computing import ModelWork
 from mics.calibrate.run import Calibration, calibrate_world, node_indices, num_stages
 from mics.comm import World, join_world
 from mics.cost.modules import find_model
@@ -88,7 +88,7 @@ def calibrate(args: Sequence[str]) -> int:
                 print(f"mics calibrate: error: {error}", file=sys.stderr)
             return 2
         groups = Groups.of(world, node_indices(world.node_names()))
-        shape = Work(config=work.config, batch_size=work.batch_size, device=me.device)
+        shape = ModelWork(config=work.config, batch_size=work.batch_size, device=me.device)
         found = _measure(world, groups, shape, config, quiet=me.rank != 0)
         if me.rank == 0:
             _publish(found, config, work)
@@ -157,7 +157,7 @@ def stand_in(shape: ModelShape) -> GPTConfig:
 
 
 def _measure(
-    world: World, groups: Groups, work: Work, config: CalibrateConfig, *, quiet: bool
+    world: World, groups: Groups, work: ModelWork, config: CalibrateConfig, *, quiet: bool
 ) -> Calibration:
     max_nbytes = config.max_mib << 20
     if quiet:

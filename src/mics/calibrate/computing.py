@@ -39,7 +39,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class ModelWork:
     """What is computed: a model's shape, the sequences of a micro-step, and where."""
 
     config: GPTConfig
@@ -114,7 +114,7 @@ class Work:
 
 
 def measure_machine(
-    watch: Stopwatch, work: Work, *, max_seconds: float, advance: Callable[[], object]
+    watch: Stopwatch, work: ModelWork, *, max_seconds: float, advance: Callable[[], object]
 ) -> Machine:
     """Everything but communication. ``advance`` is called after each of ``NUM_STAGES`` stages."""
 
@@ -143,7 +143,7 @@ NUM_STAGES: Final = 8
 """Of ``measure_machine``."""
 
 
-def _measure_computing(work: Work, seconds: Callable[[Callable[[], object]], float]) -> Computing:
+def _measure_computing(work: ModelWork, seconds: Callable[[Callable[[], object]], float]) -> Computing:
     shape = shape_of_config("measured", work.config)
     block = next(unit for unit in shape.units if unit.kind == "block")
     head = next(unit for unit in shape.units if unit.kind == "head")

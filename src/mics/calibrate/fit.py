@@ -30,7 +30,7 @@ _FASTER: Final = 4.0  # than any collective was: what a link may be at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class CollectiveTime:
     """One collective over one division at one size, all of its groups at once."""
 
     kind: Kind
@@ -53,7 +53,7 @@ class Point:
         return self.predicted(cluster) / self.seconds - 1
 
 
-def fit_links(cluster: Cluster, points: Sequence[Point]) -> Cluster:
+def fit_links(cluster: Cluster, points: Sequence[CollectiveTime]) -> Cluster:
     """``cluster`` with the links that explain ``points`` best. A link that nothing was sent over stays."""
     for division in LINK_NAMES:
         found = [point for point in points if point.division == division]
@@ -62,7 +62,7 @@ def fit_links(cluster: Cluster, points: Sequence[Point]) -> Cluster:
     return cluster
 
 
-def worst_error(cluster: Cluster, points: Sequence[Point], division: Division) -> float:
+def worst_error(cluster: Cluster, points: Sequence[CollectiveTime], division: Division) -> float:
     """The largest error of a fitted point, by its size."""
     errors = [abs(p.error(cluster)) for p in points if p.division == division and p.nbytes > TINY_NBYTES]
     return max(errors, default=0.0)
@@ -73,7 +73,7 @@ def with_link(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
     return replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
 
 
-def _fit(cluster: Cluster, division: LinkName, points: Sequence[Point]) -> Cluster:
+def _fit(cluster: Cluster, division: LinkName, points: Sequence[CollectiveTime]) -> Cluster:
     fitted = [point for point in points if point.nbytes > TINY_NBYTES]
     exact = np.array([1 / max(point.spread, _LEAST_SPREAD) for point in fitted])
     before: Link = getattr(cluster, division)
@@ -96,14 +96,14 @@ def _fit(cluster: Cluster, division: LinkName, points: Sequence[Point]) -> Clust
     return _with_ramp(cluster_of(logs), division, points)
 
 
-def _first_guess(points: Sequence[Point]) -> np.ndarray:
+def _first_guess(points: Sequence[CollectiveTime]) -> np.ndarray:
     """Logarithms of latency and bandwidth: near enough to begin with."""
     small, large = min(points, key=lambda p: p.nbytes), max(points, key=lambda p: p.nbytes)
     latency = small.seconds / max(1, small.span.size - 1) / 2
     return np.log([max(latency, _LEAST_LATENCY), large.nbytes / large.seconds])
 
 
-def _bounds(points: Sequence[Point], faster: float) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(points: Sequence[CollectiveTime], faster: float) -> tuple[np.ndarray, np.ndarray]:
     """Logarithms of the least and the most that latency and bandwidth may be.
 
     Where messages are small, all of their time may be latency: the bandwidth is then at least what they had.
@@ -123,7 +123,7 @@ def _least_squares(
     """Levenberg and Marquardt's method, for two unknowns: damped steps that only ever go down."""
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        return np.multiply(weights, errors(values))
+        return np.asarray(weights * errors(values))
 
     damping, step = 1e-2, 1e-5
     current = residuals(logs)
@@ -144,7 +144,7 @@ def _least_squares(
     return logs
 
 
-def _with_ramp(cluster: Cluster, division: LinkName, points: Sequence[Point]) -> Cluster:
+def _with_ramp(cluster: Cluster, division: LinkName, points: Sequence[CollectiveTime]) -> Cluster:
     """What a hop costs beside its bytes, divided into latency and ramp.
 
     The formula only knows their sum. A message with next to no bytes shows the latency.

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from mics.calibrate.fit import LINK_NAMES, TINY_NBYTES, LinkName, Point, worst_error
+from mics.calibrate.fit import LINK_NAMES, TINY_NBYTES, CollectiveTime, LinkName, worst_error
 from mics.calibrate.run import Calibration
 from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, cost
@@ -82,7 +82,7 @@ def _draw_link(axes: Axes, found: Calibration, division: LinkName, theme: Theme)
     axes.legend(loc="upper left")
 
 
-def _line(cluster: Cluster, points: Sequence[Point]) -> tuple[list[float], list[float]]:
+def _line(cluster: Cluster, points: Sequence[CollectiveTime]) -> tuple[list[float], list[float]]:
     first, last = min(p.nbytes for p in points), max(p.nbytes for p in points)
     sizes = [float(size) for size in np.geomspace(first, last, 60)]
     times = [cost(cluster, points[0].kind, points[0].span, int(size)).seconds for size in sizes]

@@ -13,8 +13,8 @@ import torch
 from mics.calibrate.beside import Together, measure_together
 from mics.calibrate.clock import Stopwatch
 from mics.calibrate.collectives import Groups, measure_series
-from mics.calibrate.computing import NUM_STAGES, Machine, Work, device_name, measure_machine
-from mics.calibrate.fit import LINK_NAMES, LinkName, Point, fit_links, with_link
+from mics.calibrate.computing import NUM_STAGES, Machine, ModelWork, device_name, measure_machine
+from mics.calibrate.fit import LINK_NAMES, CollectiveTime, LinkName, fit_links, with_link
 from mics.comm import World
 from mics.cost.clusters import Cluster, assumed_cluster
 from mics.cost.gpus import GPUS
@@ -34,7 +34,7 @@ class Calibration:
 
     cluster: Cluster
     machine: Machine
-    points: tuple[Point, ...]
+    points: tuple[CollectiveTime, ...]
     together: dict[LinkName, Together]
     seconds: float
 
@@ -64,7 +64,7 @@ def num_stages(groups: Groups) -> int:
 def calibrate_world(
     world: World,
     groups: Groups,
-    work: Work,
+    work: ModelWork,
     *,
     max_nbytes: int,
     max_seconds: float,
@@ -72,55 +72,78 @@ def calibrate_world(
 ) -> Calibration:
     """Measure everything, on all ranks at once; all of them come to the same answer."""
     watch = Stopwatch(world.host_group(), work.device, max_seconds=max_seconds)
-    total, shared = memory_of(work.device, groups.ranks_per_node, watch)
+    memory, shared = memory_of(work.device, groups.ranks_per_node, watch)
     max_nbytes = min(max_nbytes, int(min(watch.tell(_free_nbytes(work.device) / shared)) * _MEMORY_SHARE))
     machine = measure_machine(watch, work, max_seconds=_COMPUTE_SHARE * max_seconds, advance=advance)
-    points: list[Point] = []
-    series = list(groups.series())
-    budget = min(_COLLECTIVES_SHARE * max_seconds, max(0.0, watch.left))
-    ends = watch.left - budget
-    for number, (division, kind) in enumerate(series):
-        share = max(0.0, watch.left - ends) / (len(series) - number)
-        points += measure_series(
-            watch, groups, division, kind, device=work.device, max_nbytes=max_nbytes, max_seconds=share
-        )
-        advance()
+    points = _measure_collectives(
+        watch,
+        groups,
+        work.device,
+        max_nbytes=max_nbytes,
+        max_seconds=_COLLECTIVES_SHARE * max_seconds,
+        advance=advance,
+    )
     cluster = fit_links(_unmeasured(work.device, groups), points)
     together: dict[LinkName, Together] = {}
     for name in LINK_NAMES:
         if name in groups.collectives:
-            largest = max(point.nbytes for point in points if point.division == name)
             together[name] = measure_together(
                 watch,
                 work,
                 groups,
                 cluster,
                 name,
-                max_nbytes=largest,
+                max_nbytes=max(point.nbytes for point in points if point.division == name),
                 max_seconds=_BESIDE_SHARE * max_seconds,
             )
             slow = replace(getattr(cluster, name), slowdown=together[name].slowdown)
             cluster = with_link(cluster, name, slow)
             advance()
-    device = device_name(work.device)
-    peak = peak_tflops(device) if work.device.type == "cuda" else None
-    cluster = replace(
-        cluster,
-        flops=machine.matrix_flops,
-        peak_flops=peak * 1e12 if peak else max(machine.wide_flops, machine.matrix_flops),
-        memory_nbytes=float(total),
-        memory_bandwidth=machine.memory_bandwidth,
-        host_nbytes=float(min(watch.tell(host_nbytes()))),
-        host_bandwidth=machine.host_bandwidth,
-        gpu=_known_gpu(device),
-        computing=machine.computing,
-    )
+    host = min(watch.tell(host_nbytes()))
     return Calibration(
-        cluster=cluster,
+        cluster=_with_machine(cluster, machine, memory_nbytes=memory, host_nbytes=host),
         machine=machine,
         points=tuple(points),
         together=together,
         seconds=max_seconds - watch.left,
+    )
+
+
+def _measure_collectives(
+    watch: Stopwatch,
+    groups: Groups,
+    device: torch.device,
+    *,
+    max_nbytes: int,
+    max_seconds: float,
+    advance: Callable[[], object],
+) -> list[CollectiveTime]:
+    """Every series, each with its share of the time that is left."""
+    points: list[CollectiveTime] = []
+    series = list(groups.series())
+    ends = watch.left - min(max_seconds, max(0.0, watch.left))
+    for number, (division, kind) in enumerate(series):
+        share = max(0.0, watch.left - ends) / (len(series) - number)
+        points += measure_series(
+            watch, groups, division, kind, device=device, max_nbytes=max_nbytes, max_seconds=share
+        )
+        advance()
+    return points
+
+
+def _with_machine(cluster: Cluster, machine: Machine, *, memory_nbytes: float, host_nbytes: float) -> Cluster:
+    device = machine.computing.device
+    peak = peak_tflops(device) if device != "cpu" else None
+    return replace(
+        cluster,
+        flops=machine.matrix_flops,
+        peak_flops=peak * 1e12 if peak else max(machine.wide_flops, machine.matrix_flops),
+        memory_nbytes=float(memory_nbytes),
+        memory_bandwidth=machine.memory_bandwidth,
+        host_nbytes=float(host_nbytes),
+        host_bandwidth=machine.host_bandwidth,
+        gpu=_known_gpu(device),
+        computing=machine.computing,
     )
 
 
