@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--steps", type=int, default=3, help="measured, in pairs, after two pairs that are not"
     )
-    found.add_argument("--max-seconds", type=float, default=15.0, help="of one calibration")
+    found.add_argument("--max-seconds", type=float, default=60.0, help="of one calibration")
     found.add_argument("--max-mib", type=int, default=64, help="the largest collective that is calibrated")
     found.add_argument("--timeout", type=float, default=900.0, help="of one rate, in seconds")
     found.add_argument("--name", default="calibrate", help="of the namespace cluster")

@@ -94,13 +94,18 @@ def _check_line(found: Calibration) -> list[str]:
     return [f"# Collectives of all ranks, in two stages, are predicted within {worst}."]
 
 
+def speed_of(link: Link) -> str:
+    """``12.3 MB/s, 200 us a hop``."""
+    bandwidth, latency = link.bandwidth, link.latency
+    speed = f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.3g} MB/s"
+    hop = f"{1e3 * latency:.3g} ms" if latency >= 1e-3 else f"{1e6 * latency:.3g} us"
+    return f"{speed}, {hop} a hop"
+
+
 def described(cluster: Cluster) -> str:
     """``2 x 2 ranks: 1.2 GB/s and 90 us inside a node, ...`` for the end of a run."""
 
     def of(link: Link) -> str:
-        return (
-            f"{link.bandwidth / 1e9:.3g} GB/s, {1e6 * link.latency:.3g} us a hop, computation beside it "
-            f"{percent(link.slowdown - 1)} slower"
-        )
+        return f"{speed_of(link)}, computation beside it {percent(link.slowdown - 1)} slower"
 
     return f"inside a node  {of(cluster.intra)}\nbetween nodes  {of(cluster.inter)}"

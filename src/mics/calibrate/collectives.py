@@ -19,7 +19,7 @@ _LEAST_NBYTES: Final = 64 << 10
 _GROWTH: Final = 4
 _SETTLED: Final = 0.03  # of the bandwidth: what four times the size may change where it has settled
 _FEWEST_SIZES: Final = 4
-_RUNS: Final = 8  # of one size, with those that are not counted
+_RUNS: Final = 4  # of one size at least, with those that are not counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from mics.calibrate.cluster_file import speed_of
 from mics.calibrate.fit import LINK_NAMES, TINY_NBYTES, CollectiveTime, LinkName, worst_error
 from mics.calibrate.run import Calibration
 from mics.cost.clusters import Cluster
@@ -75,7 +76,7 @@ def _draw_link(axes: Axes, found: Calibration, division: LinkName, theme: Theme)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _time(value)))
     axes.set_title(
-        f"{_TITLES[division]}: {link.bandwidth / 1e9:.3g} GB/s, {1e6 * link.latency:.3g} us a hop\n"
+        f"{_TITLES[division]}: {speed_of(link)}\n"
         f"worst point {percent(worst_error(found.cluster, points, division))} off",
     )
     axes.set_xlabel("bytes of the whole buffer")
