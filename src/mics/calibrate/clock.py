@@ -17,6 +17,7 @@ _READING_SECONDS: Final = 0.2  # what is shorter runs several times: a shaped ne
 _READING_SHARE: Final = 1 / 600  # of all the time, at most
 _MOST_RUNS: Final = 64
 _NUM_REPEATS: Final = 5
+_UNKNOWN_SPREAD: Final = 0.1  # of one or two repeats: they may agree by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class Stopwatch:
         readings = [self._reading(action, runs) for _ in range(repeats)]
         slowest = [max(each) for each in zip(*self.tell(readings), strict=True)]
         middle = statistics.median(slowest)
-        return Timing(seconds=middle, spread=(max(slowest) - min(slowest)) / 2 / middle)
+        spread = (max(slowest) - min(slowest)) / 2 / middle
+        return Timing(seconds=middle, spread=max(spread, _UNKNOWN_SPREAD) if repeats < 3 else spread)
 
     def _reading(self, action: Callable[[], object], runs: int) -> float:
         self._synchronize()
