@@ -11,7 +11,7 @@ import torch
 
 from mics import cli
 from mics.calibrate.cluster_file import as_yaml, check_writable, write_cluster
-from mics.calibrate.command import CalibrateConfig, stand_in
+from mics.calibrate.command import CalibrateConfig, _asked, stand_in
 from mics.calibrate.computing import Machine
 from mics.calibrate.fit import CollectiveTime
 from mics.calibrate.picture import draw_calibration
@@ -24,6 +24,7 @@ from mics.cost.modules import find_model
 from mics.cost.setting import Setting
 from mics.cost.shapes import named_shape
 from mics.errors import SettingsError
+from mics.models import GPT_SIZES
 from mics.planner.hardware import planned_cluster
 from mics.planner.systems import predict
 from mics.train.cluster_beside import use_cluster_beside
@@ -266,6 +267,16 @@ def test_models_that_are_no_gpt_have_a_stand_in() -> None:
     found = stand_in(find_model("bert-10b"))
     assert (found.hidden_size, found.num_heads, found.seq_len) == (2560, 40, 512)
     assert found.vocab_size == 32008
+
+
+def test_a_run_says_what_is_computed() -> None:
+    """Model and batch size of --config, unless flags say otherwise."""
+    run = replace(TrainConfig(), batch_size=3)
+    asked = _asked(CalibrateConfig(), run, "cpu")
+    assert (asked.config, asked.batch_size) == (GPT_SIZES["nano"], 3)
+    asked = _asked(CalibrateConfig(model="gpt-tiny", batch_size=2), run, "cpu")
+    assert (asked.config, asked.batch_size) == (GPT_SIZES["gpt-tiny"], 2)
+    assert _asked(CalibrateConfig(), None, "cuda").config == GPT_SIZES["gpt-1.3b"]
 
 
 def test_the_picture_is_drawn_in_both_themes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mics.calibrate.collectives import Groups
 from mics.calibrate.computing import ModelWork
 from mics.calibrate.run import Calibration, calibrate_world, node_indices, num_stages
 from mics.comm import World, join_world
-from mics.cost.modules import find_model
+from mics.cost.modules import find_model, shape_of_description
 from mics.cost.shapes import ModelShape
 from mics.errors import SettingsError
 from mics.models import GPT_SIZES, GPTConfig
@@ -132,7 +132,9 @@ def _check_folder(picture: Path) -> None:
 def _asked(config: CalibrateConfig, run: TrainConfig | None, device: str) -> _Asked:
     batch_size = config.batch_size or (run.batch_size if run is not None else 4)
     if config.model is None and run is not None:
-        return _Asked(name=run.model.name, config=run.model.build(), batch_size=batch_size)
+        found = run.model.build()
+        gpt = stand_in(shape_of_description(found)) if found.gpt is None else found.gpt
+        return _Asked(name=found.title, config=gpt, batch_size=batch_size)
     name = config.model or _DEFAULT_MODELS[device]
     shape = GPT_SIZES[name] if name in GPT_SIZES else stand_in(find_model(name))
     return _Asked(name=name, config=shape, batch_size=batch_size)
