@@ -100,6 +100,13 @@ def _check_plan(args: list[str]) -> None:
         find_model(config.model, seq_len=config.seq)
 
 
+def _check_calibrate(args: list[str]) -> None:
+    from mics.calibrate.command import CalibrateConfig
+    from mics.utils.command_line import parse
+
+    parse(CalibrateConfig, args, prog="mics calibrate").check()
+
+
 def _check_bench(args: list[str]) -> None:
     from mics.bench.command import _rows
     from mics.bench.config import BenchConfig
@@ -197,6 +204,7 @@ def _check_make(args: list[str]) -> None:
 
 _PARSERS: Final = {
     "bench": _check_bench,
+    "calibrate": _check_calibrate,
     "checkpoint": _check_checkpoint,
     "data": _check_data,
     "doctor": _check_doctor,

@@ -20,7 +20,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert sorted(COMMANDS) == ["bench", "checkpoint", "data", "doctor", "emulate", "plan", "train"]
+    names = ["bench", "calibrate", "checkpoint", "data", "doctor", "emulate", "plan", "train"]
+    assert sorted(COMMANDS) == names
     for name, command in COMMANDS.items():
         assert f"{name} {command.summary}" in lines
 

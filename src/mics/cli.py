@@ -60,6 +60,12 @@ def _bench(args: Sequence[str]) -> int:
     return bench(args)
 
 
+def _calibrate(args: Sequence[str]) -> int:
+    from mics.calibrate.command import calibrate
+
+    return calibrate(args)
+
+
 def _emulate(args: Sequence[str]) -> int:
     from mics.bench.command import emulate
 
@@ -95,6 +101,9 @@ def _doctor(args: Sequence[str]) -> int:
 COMMANDS: Final = {
     "bench": Command(
         summary="compare systems on an emulated cluster, on namespace hosts or on ranks", run=_bench
+    ),
+    "calibrate": Command(
+        summary="measure the cluster this runs on; writes the file that plan and train read", run=_calibrate
     ),
     "checkpoint": Command(
         summary="look into a checkpoint, verify it, convert it from and to Hugging Face", run=_checkpoint

@@ -166,9 +166,24 @@ def cluster_for(device: torch.device, nodes: Sequence[str], world: World) -> Clu
     num_nodes, ranks_per_node = len(counts), max(counts.values())
     named = os.environ.get("MICS_CLUSTER")
     if named:
-        return replace(find_cluster(named), num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        found = find_cluster(named)
+        reason = why_not_cluster(found, device, ranks_per_node=ranks_per_node)
+        if reason is not None and found.computing is not None:
+            raise SettingsError(f"MICS_CLUSTER={named}: {reason}")
+        return replace(found, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return assumed_cluster(name, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+
+
+def why_not_cluster(cluster: Cluster, device: torch.device, *, ranks_per_node: int) -> str | None:
+    """What tells a cluster from the one that this runs on, if anything does; its number of nodes does not."""
+    way_out = "run mics calibrate here, or leave it out"
+    if cluster.ranks_per_node != ranks_per_node:
+        return f"expected {ranks_per_node} ranks on a node, found {cluster.ranks_per_node}; {way_out}"
+    here = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if cluster.computing is not None and cluster.computing.device != here:
+        return f"expected a cluster of {here!r}, found one of {cluster.computing.device!r}; {way_out}"
+    return None
 
 
 def imagined_memory(world: World) -> float | None:

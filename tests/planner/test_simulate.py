@@ -54,3 +54,12 @@ def test_a_stream_waits_for_its_own_first_task() -> None:
     behind = program.transfer("gather", "behind", _inter(1.0))
     play(program)
     assert (blocked.start, behind.start) == (5.0, 6.0)
+
+
+def test_computation_beside_a_slow_link_takes_longer() -> None:
+    """Two of four seconds are beside a transfer, and count one and a half times; other links do not."""
+    program = Program()
+    program.compute("forward", 4.0)
+    program.transfer("gather", "gather", Cost(inter_seconds=2.0))
+    assert play(program, {"intra": 2.0, "inter": 1.0}) == 4.0
+    assert play(program, {"inter": 1.5}) == 5.0

@@ -2,7 +2,7 @@
 
 Bandwidths are those of the public data sheets, one direction. Latencies and ramps are on no data sheet: they
 are round figures of the kind that collective benchmarks report for the fabric. Presets over EFA are also
-listed in planner/hardware.py. Put your own in a file::
+listed in planner/hardware.py. ``mics calibrate`` measures a cluster and writes its file. By hand it is::
 
     # my.yaml
     num_nodes: 16
@@ -16,6 +16,8 @@ listed in planner/hardware.py. Put your own in a file::
     host_nbytes: 2e12                                              # of a node's own memory,
     host_bandwidth: 55e9                                           # and of copies to it, each way;
     gpu: h100                                                      # a name of cost/gpus.py: formats it has
+
+A measured file also has ``slowdown`` in its links, and ``computing``: see ``Link`` and ``Computing``.
 """
 
 from __future__ import annotations
@@ -39,12 +41,37 @@ class Link:
     bandwidth: float  # bytes a second
     latency: float  # seconds a hop
     ramp_nbytes: float = 0.0
+    slowdown: float = 1.0  # of computation while this link is busy: 1 is none, 2 as if it waited
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not self.latency >= 0 or not self.ramp_nbytes >= 0:
             raise SettingsError(
                 f"link: expected bandwidth > 0, latency >= 0 and ramp_nbytes >= 0, found {self}"
             )
+        if not self.slowdown >= 1:
+            raise SettingsError(f"link: expected slowdown >= 1, found {self.slowdown}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """How ranks compute, as ``mics calibrate`` measured it: the planner then uses no constant of its own.
+
+    Both speeds count a forward and a backward, with all that is no matrix. They are those of wide matrices:
+    a model's own width is taken into account as in cost/compute.py.
+    """
+
+    device: str  # "cpu", or the GPU's name in torch
+    block_flops: float  # a second, of a transformer block
+    head_flops: float  # a second, of the head and the loss
+    update_bandwidth: float  # bytes a second of AdamW, by UPDATE_NBYTES of cost/compute.py
+    param_nbytes: int = 2  # of a parameter in computation: 4 for processors
+
+    def __post_init__(self) -> None:
+        for field in ("block_flops", "head_flops", "update_bandwidth"):
+            if not getattr(self, field) > 0:
+                raise SettingsError(f"computing.{field}: expected a number above 0, found {self}")
+        if self.param_nbytes not in (2, 4):
+            raise SettingsError(f"computing.param_nbytes: expected 2 or 4, found {self.param_nbytes!r}")
 
 
 MACHINE_FIELDS: Final = (
@@ -78,6 +105,7 @@ class Cluster:
     host_nbytes: float = 0.0  # of a node's own memory; 0: not known
     host_bandwidth: float = 0.0  # bytes a second between a rank's device and it, each way; 0: not known
     gpu: str = ""  # a name of cost/gpus.py, which knows what else it does; empty: not known
+    computing: Computing | None = None  # None: nobody measured it
 
     def __post_init__(self) -> None:
         for field in ("num_nodes", "ranks_per_node"):
@@ -184,8 +212,11 @@ def assumed_cluster(device_name: str | None, *, num_nodes: int, ranks_per_node: 
 
 
 def with_shared_gpus(cluster: Cluster) -> Cluster:
-    """The same where several ranks have one GPU: they talk to each other through the host's memory."""
-    return replace(cluster, intra=_THROUGH_THE_HOST)
+    """The same where several ranks have one GPU: they talk to each other through the host's memory.
+
+    A measured cluster was measured so.
+    """
+    return cluster if cluster.computing is not None else replace(cluster, intra=_THROUGH_THE_HOST)
 
 
 def find_cluster(description: str, *, num_nodes: int | None = None) -> Cluster:
@@ -226,9 +257,19 @@ def _read(path: Path) -> Cluster:
     for key in MACHINE_FIELDS:
         if key in described:
             described[key] = _number(path, key, described[key])
+    if described.get("computing") is not None:
+        described["computing"] = _computing(path, described["computing"])
     described.setdefault("num_nodes", 1)
     described.setdefault("name", path.stem)
     return Cluster(**described)
+
+
+def _computing(path: Path, found: Any) -> Computing:
+    required = {"device", "block_flops", "head_flops", "update_bandwidth"}
+    values = _checked(path, "computing", found, Computing, required=required)
+    numbers = {key: _number(path, f"computing.{key}", values[key]) for key in required - {"device"}}
+    param_nbytes = int(_number(path, "computing.param_nbytes", values.get("param_nbytes", 2)))
+    return Computing(device=str(values["device"]), param_nbytes=param_nbytes, **numbers)
 
 
 def _checked(path: Path, where: str, found: Any, wanted: type, *, required: set[str]) -> dict[str, Any]:

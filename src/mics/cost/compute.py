@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from mics.cost.clusters import Cluster
+from mics.cost.clusters import Cluster, Computing
 from mics.cost.constants import MATRIX_EFFICIENCY, MATRIX_EFFICIENCY_2022
 from mics.cost.shapes import UnitShape
 
@@ -28,16 +28,26 @@ class Device:
     memory_bandwidth: float
     fused: bool = True
     """Attention and other chains of operations in one kernel each, as today; False: as in 2022."""
+    computing: Computing | None = None
+    """What was measured, which takes the place of the planner's constants."""
 
     @classmethod
     def of(cls, cluster: Cluster, *, fused: bool = True) -> Device:
         """What the cluster's ranks have."""
         peak = cluster.peak_flops or cluster.flops / MATRIX_EFFICIENCY
-        return cls(peak_flops=peak, memory_bandwidth=cluster.memory_bandwidth or peak / 150, fused=fused)
+        return cls(
+            peak_flops=peak,
+            memory_bandwidth=cluster.memory_bandwidth or peak / 150,
+            fused=fused,
+            computing=cluster.computing if fused else None,
+        )
 
     def forward_seconds(self, unit: UnitShape, tokens: float) -> float:
         """Of one unit."""
         width = unit.width or 1
+        if self.computing is not None and unit.kind in ("block", "head") and unit.flops:
+            measured = self.computing.block_flops if unit.kind == "block" else self.computing.head_flops
+            return tokens * unit.flops / (measured * width / (width + HALF_SPEED_WIDTH))
         efficiency = MATRIX_EFFICIENCY if self.fused else MATRIX_EFFICIENCY_2022
         speed = self.peak_flops * efficiency * width / (width + HALF_SPEED_WIDTH)
         matrices = unit.matrix_flops / speed if unit.matrix_flops else 0.0
@@ -49,4 +59,5 @@ class Device:
 
     def update_seconds(self, numel: float) -> float:
         """Of AdamW on so many elements."""
-        return numel * UPDATE_NBYTES / self.memory_bandwidth
+        bandwidth = self.memory_bandwidth if self.computing is None else self.computing.update_bandwidth
+        return numel * UPDATE_NBYTES / bandwidth

@@ -43,6 +43,11 @@ class Setting:
         return self.cluster.world_size // self.partition_size
 
     @property
+    def param_nbytes(self) -> int:
+        """Of a parameter as ranks compute with it."""
+        return _PARAM if self.cluster.computing is None else self.cluster.computing.param_nbytes
+
+    @property
     def tokens(self) -> int:
         """Of a micro-step on one rank."""
         return self.micro_batch * self.model.seq_len
@@ -74,7 +79,7 @@ class Setting:
         """Whether units are gathered in two stages: as the engine decides it."""
         if not self.hierarchical or self.partition.num_nodes == 1 or self.partition.on_a_node == 1:
             return False
-        return two_stages_pay(self.cluster, self.partition, self.model.largest_numel * _PARAM)
+        return two_stages_pay(self.cluster, self.partition, self.model.largest_numel * self.param_nbytes)
 
     @cached_property
     def depth(self) -> int:
@@ -104,7 +109,7 @@ class Setting:
     @property
     def staying_share(self) -> float:
         """Of the parameters."""
-        return self.stay_nbytes / (_PARAM * sum(unit.numel for unit in self.model.units))
+        return self.stay_nbytes / (self.param_nbytes * sum(unit.numel for unit in self.model.units))
 
     def _micro_step(self, shapes: Sequence[UnitShape]) -> MicroStep:
         units = dict(enumerate(shapes))
@@ -115,7 +120,7 @@ class Setting:
             span=self.partition,
             two_stage=self.two_stage,
             order=[*units, *backward],
-            sizes={index: unit.numel * _PARAM for index, unit in units.items()},
+            sizes={index: unit.numel * self.param_nbytes for index, unit in units.items()},
             numels={index: unit.numel for index, unit in units.items()},
             rows=self.tokens,
         )
@@ -133,6 +138,7 @@ class Setting:
             over_replicas=self.over_replicas,
             prefetch=self.depth,
             num_reduce_buffers=2 if self.two_stage else 1,
+            param_nbytes=self.param_nbytes,
             low_memory=self.activations.offload,
             reduction_share=reduction_share(
                 self.cluster,

@@ -44,7 +44,7 @@ class Issuer:
         self.kept: set[int] = set()
         self.staying = staying_units(
             [index for index, unit in enumerate(self.units) if unit.numel],
-            {index: 2 * unit.numel for index, unit in enumerate(self.units)},
+            {index: setting.param_nbytes * unit.numel for index, unit in enumerate(self.units)},
             setting.stay_nbytes if style.keeps_around_turn else 0,
         )
         self.alone = setting.partition_size == 1
@@ -107,7 +107,8 @@ class Issuer:
             if style.host_seconds:
                 window = self.program.compute("host", style.host_seconds)
             after = [window, self.refreshed.get(index)]
-            for link, price in self.costs.moves(Kind.ALL_GATHER, 2 * unit.numel / style.num_pieces):
+            nbytes = self.setting.param_nbytes * unit.numel / style.num_pieces
+            for link, price in self.costs.moves(Kind.ALL_GATHER, nbytes):
                 found = self.program.transfer(f"gather {link}", f"gather {unit.name}", price, [*after, found])
         return found
 
@@ -153,7 +154,7 @@ class Issuer:
         if self.spreads_masters and setting.num_replicas > 1:
             for index, unit in enumerate(self.units):
                 if unit.numel:
-                    nbytes = 2 * unit.numel / setting.partition_size
+                    nbytes = setting.param_nbytes * unit.numel / setting.partition_size
                     price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
                     self.refreshed[index] = self.program.transfer(
                         "replicas", f"new {unit.name}", price, [update]
@@ -165,6 +166,6 @@ class Issuer:
         while left:
             numel = min(left, self.bucket_numel or left)
             left -= numel
-            for link, price in self.costs.moves(Kind.ALL_GATHER, 2 * numel):
+            for link, price in self.costs.moves(Kind.ALL_GATHER, self.setting.param_nbytes * numel):
                 found = self.program.transfer(f"gather {link}", "new parameters", price, [found])
         self.computed.append(self.program.compute("wait", 0.0, [found]))

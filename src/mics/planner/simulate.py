@@ -8,11 +8,12 @@ done, and its links are free. Overlap, contention and what stays exposed come ou
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from mics.cost.collectives import Cost
+from mics.utils.intervals import Busy
 
 LINKS = ("intra", "inter", "to host", "from host")
 
@@ -69,9 +70,35 @@ class Program:
         return task
 
 
-def play(program: Program) -> float:
-    """Give every task its times; the moment at which the last one ends."""
+def play(program: Program, slowdowns: Mapping[str, float] | None = None) -> float:
+    """Give every task its times; the moment at which the last one ends.
+
+    ``slowdowns``: how many times as long computation takes while a link is busy. What is beside what is known
+    once all is played, so tasks are then made longer and played again.
+    """
+    end = _play(program)
+    slow = {link: slowdown - 1 for link, slowdown in (slowdowns or {}).items() if slowdown > 1}
+    if not slow:
+        return end
+    busy = {
+        link: Busy(
+            (task.start, task.start + seconds)
+            for task in program.tasks
+            for name, seconds in task.links
+            if name == link
+        )
+        for link in slow
+    }
+    for task in program.tasks:
+        if task.stream == "compute":
+            task.seconds += sum(slow[link] * busy[link].within(task.start, task.end) for link in slow)
+    return _play(program)
+
+
+def _play(program: Program) -> float:
     tasks = program.tasks
+    for task in tasks:
+        task.followers, task.ready = [], 0.0
     queues: dict[str, deque[Task]] = defaultdict(deque)
     for task in tasks:
         queues[task.stream].append(task)

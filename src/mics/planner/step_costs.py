@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from mics.cost.auto import Turn, exchange_pays, stage_costs
 from mics.cost.collectives import Cost, Kind, cost
 from mics.cost.setting import Setting
 from mics.cost.shapes import UnitShape
-
-_PARAM: Final = 2  # bytes
 
 
 class StepCosts:
@@ -36,7 +32,7 @@ class StepCosts:
         setting = self._setting
         if not setting.activations.offload or unit.kind != "block" or not setting.cluster.host_bandwidth:
             return 0.0
-        return unit.input_numel * setting.tokens * _PARAM / setting.cluster.host_bandwidth
+        return unit.input_numel * setting.tokens * setting.param_nbytes / setting.cluster.host_bandwidth
 
     def moves(self, kind: Kind, nbytes: float) -> list[tuple[str, Cost]]:
         """A gather or a reduction inside the partition group, by stage: (link, cost)."""
@@ -76,5 +72,6 @@ def whole_masters_pay(setting: Setting) -> bool:
         forwards=forwards,
         backwards=backwards,
         wire_nbytes=setting.wire_nbytes,
+        param_nbytes=setting.param_nbytes,
         other_seconds=(setting.accumulation - 1) * (sum(forwards) + sum(backwards)),
     ).whole_masters_pay()

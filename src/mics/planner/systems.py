@@ -230,7 +230,8 @@ def predict(setting: Setting, system: str = "mics") -> Prediction:
     issuer = Issuer(program, setting, SYSTEMS[system].style)
     for number in range(2 * num_micro + 1):  # two steps, and where a third begins
         issuer.micro_step(last=number % num_micro == num_micro - 1)
-    play(program)
+    cluster = setting.cluster
+    play(program, {"intra": cluster.intra.slowdown, "inter": cluster.inter.slowdown})
     name = f"forward {setting.model.units[0].name}"
     starts = [task.start for task in program.tasks if task.name == name]
     began, ended = starts[num_micro], starts[2 * num_micro]

@@ -20,6 +20,7 @@ from mics.cost.setting import Setting, fitting_partition, partition_sizes
 from mics.cost.shapes import ModelShape, UnitShape
 from mics.cost.step_bytes import step_bytes
 from mics.errors import SettingsError
+from mics.train.cluster_beside import cluster_beside
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing
 from mics.train.hosts import plan_hosts
@@ -66,8 +67,9 @@ def plan_run(config: TrainConfig) -> DryRun:
     cluster = _cluster(config, launch)
     dealing = Dealing.asked(config, num_ranks=launch.num_ranks, before=None)
     model = shape_of_description(config.model.build())
-    on_gpu = bool(cluster.memory_nbytes) or launch.device == "cuda"
-    chosen = config.sharding.param_dtype
+    usual = 2 if cluster.gpu or launch.device == "cuda" else 4
+    if cluster.computing is not None:
+        usual = cluster.computing.param_nbytes
     setting = Setting(
         model=model.split(_PARTS) if config.sharding.units == "parts" else model,
         cluster=cluster,
@@ -82,7 +84,7 @@ def plan_run(config: TrainConfig) -> DryRun:
         over_replicas=config.sharding.optimizer_sharding != "partition",
         prefetch=config.sharding.prefetch,
     )
-    width = _WIDTHS.get(chosen, 2 if on_gpu else 4)
+    width = _WIDTHS.get(config.sharding.param_dtype, usual)
     return DryRun(
         config=config, launch=launch, cluster=cluster, setting=setting, dealing=dealing, param_nbytes=width
     )
@@ -107,10 +109,11 @@ def _ranks(config: TrainConfig, num_gpus: int) -> LaunchPlan:
 
 def _cluster(config: TrainConfig, launch: LaunchPlan) -> Cluster:
     """What the engine would reckon with there."""
-    named = config.sharding.cluster or os.environ.get("MICS_CLUSTER")
+    beside = cluster_beside(config)
+    found = str(beside) if beside.is_file() else config.sharding.cluster
+    named = os.environ.get("MICS_CLUSTER", found)
     if named:
-        found = find_cluster(named)
-        return replace(found, num_nodes=launch.num_nodes, ranks_per_node=launch.ranks_per_node)
+        return replace(find_cluster(named), num_nodes=launch.num_nodes, ranks_per_node=launch.ranks_per_node)
     device = torch.cuda.get_device_name() if launch.device == "cuda" else None
     return assumed_cluster(device, num_nodes=launch.num_nodes, ranks_per_node=launch.ranks_per_node)
 

@@ -11,12 +11,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import mics
+from mics.comm import join_world
 from mics.data.prefetching import Prefetcher
 from mics.engine import engine_of
 from mics.errors import SettingsError
 from mics.models.sampling import sample_tokens
 from mics.train.board import Board
 from mics.train.checkpoints import Checkpoints, Resumed
+from mics.train.cluster_beside import use_cluster_beside
 from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing
 from mics.train.display import Display, RankConsole, Show
@@ -45,6 +47,9 @@ def run_rank(config: TrainConfig) -> int:
     with joined(config.launch) as me, _stopping(config, me) as stop:
         console = RankConsole(quiet=me.rank != 0)
         with console.showing_log():
+            beside = use_cluster_beside(config, join_world(), me.device)
+            if beside is not None:
+                console.print(beside, markup=False)
             run, resumed = _prepare(config, me, console)
             console.print(describe_run(config, run.setup, run.dealing), markup=False)
             for line in describe_choices(run.model, config.sharding):

@@ -1,6 +1,8 @@
 """Stretches of time as lists of (start, end): unite them, take one from another, add them up."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 Interval = tuple[float, float]
 
@@ -39,3 +41,22 @@ def subtract(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[
 def total(intervals: Sequence[Interval]) -> float:
     """Seconds of stretches that do not overlap."""
     return sum(end - start for start, end in intervals)
+
+
+class Busy:
+    """How much of any stretch is in the given ones, without going through all of them each time."""
+
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self._intervals = union(intervals)
+        self._starts = [start for start, _ in self._intervals]
+        self._before = [0.0, *accumulate(end - start for start, end in self._intervals)]
+
+    def within(self, start: float, end: float) -> float:
+        """Seconds of them from ``start`` to ``end``."""
+        return self._until(end) - self._until(start)
+
+    def _until(self, moment: float) -> float:
+        number = bisect_right(self._starts, moment)
+        if number == 0:
+            return 0.0
+        return self._before[number] - max(0.0, self._intervals[number - 1][1] - moment)
