@@ -34,7 +34,7 @@ from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
 from mics.train.sequences import TensorPair, open_together
 from mics.train.setup import Setup, describe_run
-from mics.train.sharding import describe_choices, prefetch_news
+from mics.train.sharding import PrefetchNews, describe_choices
 from mics.train.stopping import LEFT_CODE, Stopping
 from mics.utils.progress import is_live
 
@@ -182,7 +182,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
         on_gpu=run.setup.on_gpu,
         checkpoint_dir=config.checkpoint_dir if config.checkpoint.interval else None,
     )
-    news = prefetch_news(run.model)
+    news = PrefetchNews(run.model)
     exposure = ExposureMeter(run.model, config)
     with (
         history.recording(config, run.me, after_step=after),
@@ -199,7 +199,7 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
                 break
             exposure.begin_step(step)
             grad_norm, learning_rate = _step(run, step, feed, console)
-            for line in next(news):
+            if (line := news.take()) is not None:
                 console.print(line, markup=False)
             interval = config.report.eval_interval
             if step == config.steps or (interval and step % interval == 0):

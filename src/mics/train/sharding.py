@@ -79,13 +79,19 @@ def describe_choices(model: nn.Module, settings: ShardingSettings) -> Iterator[s
     yield f"{plural(len(engine.units), 'unit')} ({settings.units}); prefetch {describe_prefetch(model)}"
 
 
-def prefetch_news(model: nn.Module) -> Iterator[list[str]]:
-    """After every step, for ever: the line that says how far the engine looks ahead, once it has decided."""
-    plans = engine_of(model).residency.plans
-    told = plans.is_final
-    while True:
-        yield [f"prefetch {describe_prefetch(model)}"] if plans.is_final and not told else []
-        told = plans.is_final
+class PrefetchNews:
+    """Tells once how far the engine looks ahead, when the first steps have decided it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._plans = engine_of(model).residency.plans
+        self._told = self._plans.is_final  # by the header
+
+    def take(self) -> str | None:
+        if self._told or not self._plans.is_final:
+            return None
+        self._told = True
+        return f"prefetch {describe_prefetch(self._model)}"
 
 
 def describe_prefetch(model: nn.Module) -> str:
