@@ -107,7 +107,7 @@ def test_a_recipe_checks_the_cluster_and_then_trains(
         assert "join_timeout=300" in call.rdzv_conf.split(",")
         assert (call.module, call.training_script) == (True, "mics.cli")
     assert doctor.rdzv_id != train.rdzv_id
-    assert (doctor.max_restarts, train.max_restarts) == (0, 3)
+    assert (doctor.max_restarts, train.max_restarts) == (3, 3)
     assert doctor.training_script_args == ["doctor", "--config", "run.yaml"]
     parse(DoctorConfig, doctor.training_script_args[1:], prog="mics doctor").check()
     command, *args = train.training_script_args

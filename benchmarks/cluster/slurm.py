@@ -107,12 +107,22 @@ class SlurmCluster:
 
     def call(self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
         """Run a Slurm command on the controller and return what it prints."""
+        running = self.start(*argv, cwd=cwd, env=env)
+        output = running.communicate(timeout=30)[0].strip()
+        if running.returncode != 0:
+            raise ClusterError(f"`{' '.join(argv)}` failed: {output}")
+        return output
+
+    def start(
+        self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """A command on the controller, which goes on meanwhile."""
         inside = ["ip", "netns", "exec", self._cluster.namespace(0), *argv]
         environment = {**os.environ, **(env or {}), "SLURM_CONF": self._config}
-        done = subprocess.run(inside, cwd=cwd, env=environment, capture_output=True, text=True, timeout=30)
-        if done.returncode != 0:
-            raise ClusterError(f"`{' '.join(argv)}` failed: {done.stderr.strip()}")
-        return done.stdout.strip()
+        both = subprocess.STDOUT
+        return subprocess.Popen(
+            inside, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=both, text=True
+        )
 
     def state(self, job: str) -> str:
         """The state of a job, as Slurm names it."""

@@ -77,15 +77,8 @@ class Job:
         return code
 
     def losses(self) -> dict[tuple[int, str], float]:
-        """Every loss that was recorded, by step and kind; a step that occurs twice is an error."""
-        found: dict[tuple[int, str], float] = {}
-        for line in (self.run_dir / "metrics.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            for kind in ("loss", "validation_loss"):
-                if kind in row:
-                    assert (row["step"], kind) not in found, f"step {row['step']} is recorded twice"
-                    found[row["step"], kind] = row[kind]
-        return found
+        """Every loss that was recorded, by step and kind."""
+        return losses_in(self.run_dir / "metrics.jsonl")
 
     def stalls(self) -> list[float]:
         """Seconds for which training stood still at each save that rank 0 has recorded."""
@@ -156,3 +149,15 @@ class Job:
             found = _GOES_ON.search(line)
             step = 0 if found is None else int(found[1])
             self.observations[-1] = replace(self.observations[-1], resumed_step=step)
+
+
+def losses_in(metrics: Path) -> dict[tuple[int, str], float]:
+    """Every loss in a file of measurements, by step and kind; a step that occurs twice is an error."""
+    found: dict[tuple[int, str], float] = {}
+    for line in metrics.read_text().splitlines():
+        row = json.loads(line)
+        for kind in ("loss", "validation_loss"):
+            if kind in row:
+                assert (row["step"], kind) not in found, f"step {row['step']} is recorded twice"
+                found[row["step"], kind] = row[kind]
+    return found

@@ -18,6 +18,6 @@ run() {  # run RESTARTS COMMAND ARGUMENTS...
 }
 
 if [[ ${DOCTOR:-yes} == yes ]]; then
-    run 0 doctor --config "$CONFIG"  # no-go ends it here
+    run 3 doctor --config "$CONFIG"  # no-go ends it here
 fi
 run 3 train --config "$CONFIG" --checkpoint.resume latest

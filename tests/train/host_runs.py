@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from benchmarks.faults.job import Job
+from benchmarks.faults.job import losses_in
 
 from mics.train.launch import _free_port
 from tests.ranks import run_ranks
@@ -47,21 +47,24 @@ def has_saved(run_dir: Path) -> bool:
 
 def losses(run_dir: Path) -> dict[tuple[int, str], float]:
     """Every loss of a run, by step and kind."""
-    return Job(folder=run_dir.parent, args=()).losses()
+    return losses_in(run_dir / "metrics.jsonl")
 
 
-def reference_losses(folder: Path, *, num_ranks: int, ranks_per_node: int) -> dict[tuple[int, str], float]:
+def reference_losses(
+    folder: Path, *, num_ranks: int, ranks_per_node: int, name: str = "job"
+) -> dict[tuple[int, str], float]:
     """Of the same settings, on ranks of this host and uninterrupted."""
-    args = ["--config", str(folder / "run.yaml"), "--output-dir", str(folder / "reference")]
-    run_ranks(num_ranks, _train, _free_port(), args, launch="variables", ranks_per_node=ranks_per_node)
-    return losses(folder / "reference" / "job")
+    args = ["--config", "run.yaml", "--output-dir", "reference"]
+    port = _free_port()
+    run_ranks(num_ranks, _train, port, args, str(folder), launch="variables", ranks_per_node=ranks_per_node)
+    return losses(folder / "reference" / name)
 
 
-def _train(port: int, args: list[str]) -> None:
+def _train(port: int, args: list[str], folder: str) -> None:
     """Train as a rank of the pool."""
     from mics.train.loop import run_rank
     from mics.train.settings_file import parse_train_config
 
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         assert run_rank(parse_train_config(args)) == 0

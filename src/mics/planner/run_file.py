@@ -20,7 +20,7 @@ from mics.utils.numbers import count, in_gib, plural
 
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16"}
 _USUAL_STEPS: Final = 1000  # where nobody says how many tokens there are
-_USUAL_INTERVAL: Final = 100
+_USUAL_INTERVAL: Final = 100  # steps, and ten checkpoints in a short run
 
 
 def write_run_file(path: Path, found: Answer, *, model: str, data: Sequence[Path], command: str) -> None:
@@ -65,7 +65,7 @@ def _settings(found: Answer, *, model: str, data: Sequence[Path]) -> dict[str, A
         "data": {"shards": [str(folder) for folder in data] or ["data"]},
         "sharding": _sharding(setting),
         "launch": {"hosts": setting.cluster.num_nodes, "ranks_per_node": setting.cluster.ranks_per_node},
-        "checkpoint": {"interval": _interval(found)},
+        "checkpoint": {"interval": _interval(found, steps)},
     }
 
 
@@ -90,10 +90,10 @@ def _sharding(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _interval(found: Answer) -> int:
+def _interval(found: Answer, steps: int) -> int:
     """Steps between checkpoints: the best by the failures that were given."""
     if found.goodput is None:
-        return _USUAL_INTERVAL
+        return max(1, min(_USUAL_INTERVAL, steps // 10))
     return max(1, round(found.goodput.interval / found.best.step_seconds))
 
 

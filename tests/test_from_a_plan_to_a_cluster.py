@@ -1,0 +1,89 @@
+"""The guide's commands, as they are on the page: two models on two hosts of two ranks under Slurm.
+
+The first one loses a node. `transformers` load both results.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from benchmarks.cluster.network import NamespaceCluster, remove_namespaces
+from benchmarks.cluster.requirements import examine, reason_against
+from benchmarks.cluster.slurm import SlurmCluster, missing_program
+
+from tests.doc_blocks import ROOT, blocks_of
+from tests.train.host_runs import ENVIRONMENT, losses, reference_losses
+
+_PAGE: Final = "docs/from-a-plan-to-a-cluster.md"
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    reason = reason_against(examine())
+    if reason is not None:
+        pytest.skip(f"no namespace cluster on this machine: {reason}")
+    missing = missing_program()
+    if missing is not None:
+        pytest.skip(f"{missing} is not installed (Debian: slurm-wlm, munge)")
+    name = f"mics-guide{os.getpid()}"
+    yield name
+    assert remove_namespaces(name) == [], "the test left namespaces behind"
+
+
+def _commands() -> list[str]:
+    """What the page tells to type, one by one."""
+    blocks = [block.code for block in blocks_of(_PAGE) if block.language == "bash"]
+    return [line for code in blocks for line in re.sub(r"\s*\\\n\s*", " ", code).splitlines()]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)  # under a load that is not ours; three minutes without
+def test_the_page(name: str, tmp_path: Path) -> None:
+    """Every command succeeds. The Llama loses a node, and ends with the losses of a run that did not."""
+    (tmp_path / "text").mkdir()
+    shutil.copy(ROOT / "src/mics/train/fables.txt", tmp_path / "text")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "slurm").mkdir()
+    llama = tmp_path / "runs" / "llama-tiny"
+    with (
+        NamespaceCluster(3, "1gbit", name=name) as cluster,
+        SlurmCluster(cluster, tmp_path / "slurm", gpus=2) as slurm,
+    ):
+        for command in _commands():
+            running = slurm.start("bash", "-c", command, cwd=tmp_path, env=ENVIRONMENT)
+            if command.endswith("slurm.sbatch run.yaml"):
+                slurm.wait_for("a checkpoint", (llama / "checkpoints" / "latest").exists, timeout_s=240)
+                slurm.kill_host(2)
+                slurm.wait_for("the requeue", lambda: "PD" in slurm.call("squeue", "-ho%t"), timeout_s=60)
+                slurm.start_node(2)
+            output = running.communicate(timeout=400)[0]
+            assert running.returncode == 0, f"{command}\n{output}\n{_printed(tmp_path)}"
+    assert "going on from runs/llama-tiny/checkpoints/step-" in _printed(tmp_path)
+    assert losses(llama) == reference_losses(tmp_path, num_ranks=4, ranks_per_node=2, name="llama-tiny")
+    _check_exports(tmp_path / "runs")
+
+
+def _printed(folder: Path) -> str:
+    return "\n".join(file.read_text() for file in sorted(folder.glob("mics-*.out")))
+
+
+def _check_exports(runs: Path) -> None:
+    """Both folders load, and know the words they were trained on better than chance would."""
+    code = f"""
+import math
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+for name, kind in (("llama-tiny", AutoModelForCausalLM), ("roberta-tiny", AutoModelForMaskedLM)):
+    model = kind.from_pretrained({str(runs)!r} + f"/{{name}}/hf").eval()
+    tokens = AutoTokenizer.from_pretrained({str(runs)!r} + f"/{{name}}/hf")(
+        "There was once a miller who was angry with the river.", return_tensors="pt")
+    loss = model(**tokens, labels=tokens["input_ids"]).loss.item()
+    assert loss < 0.9 * math.log(model.config.vocab_size), (name, loss)
+"""
+    subprocess.run([shutil.which("python", path=ENVIRONMENT["PATH"]) or "python", "-c", code], check=True)
