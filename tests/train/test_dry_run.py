@@ -1,0 +1,62 @@
+"""`mics train --dry-run`: what it prints is what a run would be, and nothing is started or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mics.cli import main
+from mics.train.dry_run import plan_run
+from mics.train.settings_file import parse_train_config
+
+
+def test_it_prints_and_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MICS_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "--dry-run", "--launch.device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "nano: 382,272 parameters" in printed and "4 ranks = 2 nodes x 2" in printed
+    assert "blocks.0 ... blocks.2" in printed and "memory per rank" in printed
+    assert "sent per rank and step" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_planned_cluster_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The engine's own choice where none is asked for; memory of the GPU that the settings name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MICS_CLUSTER", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = ["--model", "gpt-13b", "--nodes", "2", "--launch.ranks-per-node", "8", "--batch-size", "1"]
+    found = plan_run(parse_train_config([*args, "--sharding.cluster", "p4d.24xlarge"]))
+    assert (found.launch.num_ranks, found.setting.partition_size, found.param_nbytes) == (16, 16, 2)
+    assert found.limit == pytest.approx(0.92 * 40 * 2**30)
+
+
+def test_a_run_that_does_not_fit_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MICS_CLUSTER", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    asked = ["--sharding.cluster", "p4d.24xlarge", "--nodes", "2", "--launch.ranks-per-node", "8"]
+    args = ["--model", "gpt-13b", "--sharding.partition-size", "1", *asked]
+    assert main(["train", "--dry-run", *args]) == 1
+    assert "does not fit: expected at most 36.8 GiB" in capsys.readouterr().out
+    assert main(["train", "--dry-run", "--sharding.partition-size", "3", *asked]) == 2
+    assert "expected a divisor of the 16 ranks, found 3" in capsys.readouterr().err
+
+
+def test_under_a_launcher_one_rank_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank, speaks in (("0", True), ("3", False)):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
+            monkeypatch.setenv(name, value)
+        assert main(["train", "--dry-run", "--launch.device", "cpu"]) == 0
+        assert ("8 ranks = 2 nodes x 4" in capsys.readouterr().out) == speaks
