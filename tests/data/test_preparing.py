@@ -94,6 +94,20 @@ def test_all_kinds_of_files_give_the_same_documents(tmp_path: Path) -> None:
     assert list(read_documents(tmp_path / "d.txt", DocumentFormat(separator="line"))) == stripped
 
 
+def test_rows_without_a_value_are_no_documents_and_columns_may_be_dictionaries(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    values = ["one", None, "two", "one"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(values).dictionary_encode()}), tmp_path / "b.pq")
+    for name in ("a.jsonl", "b.pq"):
+        assert list(read_documents(tmp_path / name, DocumentFormat())) == ["one", "two", "one"]
+    parquet.write_table(pyarrow.table({"text": [["one"]]}), tmp_path / "c.pq")
+    with pytest.raises(SettingsError, match=r"expected text in the column 'text', found text \(list<"):
+        list(read_documents(tmp_path / "c.pq", DocumentFormat()))
+
+
 def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     paragraph = "a line\nanother line\n"
@@ -116,6 +130,8 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ("latin.txt", b"one\ngr\xfcn\n", r"latin\.txt, line 2: expected text in UTF-8, found the byte 0xfc"),
         ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl, line 1: expected text in the field 'text', found body"),
         ("b.jsonl", b'{"text": "x"}\n{"te', r"b\.jsonl, line 2: expected JSON"),
+        ("n.jsonl", b'{"text": 5}\n', r"n\.jsonl, line 1: expected text in the field 'text', found int"),
+        ("s.jsonl", b'{"text": "\\ud800"}\n', r"s\.jsonl, line 1: .*'\\ud800', which is no character"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
         ("nul.txt", b"a\0b", r"expected text without the byte 0"),
     ],

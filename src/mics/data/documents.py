@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal, cast
+from typing import IO, Any, Final, Literal, cast
 
 from mics.errors import SettingsError
 from mics.utils.extras import require
@@ -65,7 +65,8 @@ def read_documents(
                 num_documents += 1
                 yield text
     except OSError as error:
-        raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
+        reason = error.strerror or " ".join(str(error).split())
+        raise SettingsError(f"{file}: could not be read: {reason}") from None
     if num_documents == 0:
         raise SettingsError(f"{file}: expected text, found an empty file; leave it out")
 
@@ -127,15 +128,30 @@ def _jsonl(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise SettingsError(f"{file}, line {number}: expected JSON, found: {error}") from None
-        text = row.get(how.field) if isinstance(row, dict) else None
-        if not isinstance(text, str):
+            raise SettingsError(
+                f"{file}, line {number}: expected JSON, one value in each line, found: {error}"
+            ) from None
+        if not isinstance(row, dict) or how.field not in row:
             found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
             raise SettingsError(
                 f"{file}, line {number}: expected text in the field {how.field!r}, found "
                 f"{found or 'no field'}; name the field with --field"
             )
-        yield text
+        if row[how.field] is not None:  # as in parquet, a row without a value is no document
+            yield _checked(row[how.field], f"{file}, line {number}: expected text in the field {how.field!r}")
+
+
+def _checked(text: object, expected: str) -> str:
+    """What JSON has under a field, if it is text that has bytes."""
+    if not isinstance(text, str):
+        raise SettingsError(f"{expected}, found {type(text).__name__}; name the field with --field")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may spell half of a UTF-16 pair
+        raise SettingsError(
+            f"{expected}, found {text[error.start]!a}, which is no character; leave that line out"
+        ) from None
+    return text
 
 
 def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
@@ -150,9 +166,10 @@ def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]
     with content:
         schema = content.schema_arrow
         if how.field not in schema.names or not _is_text(schema.field(how.field).type):
+            columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
             raise SettingsError(
-                f"{file}: expected text in the column {how.field!r}, found {', '.join(schema.names)}; "
-                "name the column with --field"
+                f"{file}: expected text in the column {how.field!r}, found {columns}; name the column with "
+                "--field"
             )
         nbytes, rows = file.stat().st_size, max(1, content.metadata.num_rows)
         for batch in content.iter_batches(batch_size=_PARQUET_ROWS, columns=[how.field]):
@@ -160,5 +177,8 @@ def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
 
 
-def _is_text(kind: object) -> bool:
-    return str(kind) in ("string", "large_string", "string_view")
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return str(value) in ("string", "large_string", "string_view")
