@@ -33,7 +33,7 @@ def _train(args: Sequence[str]) -> int:
 
         from mics.train.dry_run import dry_run
 
-        return dry_run(config, Console(quiet=os.environ.get("RANK", "0") != "0"))
+        return dry_run(config, Console(quiet=os.environ.get("RANK", "0") != "0", emoji=False))
     require("plot", "the picture of a run")  # now, not when all is trained
     if config.report.logger != "none":
         require(config.report.logger, f"--logger {config.report.logger}")

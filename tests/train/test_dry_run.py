@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from mics.cli import main
+from mics.data.documents import DocumentFormat
+from mics.data.preparing import Preparing, prepare
+from mics.data.tokenizer import BytesTokenizer
 from mics.train.dry_run import plan_run
 from mics.train.settings_file import parse_train_config
 
@@ -49,6 +54,53 @@ def test_a_run_that_does_not_fit_says_so(
     assert "does not fit: expected at most 36.8 GiB" in capsys.readouterr().out
     assert main(["train", "--dry-run", "--sharding.partition-size", "3", *asked]) == 2
     assert "expected a divisor of the 16 ranks, found 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["cut", "vocabulary", "validation"])
+def test_data_that_cannot_be_trained_on_is_named(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same errors as those of the run."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
+    lines, share = DocumentFormat(separator="line"), 0.02 if broken == "validation" else 0.2
+    files, shards = (tmp_path / "text.txt",), tmp_path / "shards"
+    prepare(Preparing(files=files, out=shards, reading=lines, validation_share=share), BytesTokenizer())
+    if broken == "vocabulary":
+        index = json.loads((shards / "index.json").read_text())
+        (shards / "index.json").write_text(json.dumps({**index, "vocab_size": 300}))
+    if broken == "cut":
+        os.truncate(shards / "train-00000.npy", 100)
+    expected = {
+        "cut": "train-00000.npy: expected a shard of",
+        "vocabulary": "found 300",
+        "validation": "found 4",
+    }
+    args = ["--launch.device", "cpu", "--data.shards", str(shards)]
+    assert main(["train", "--dry-run", *args]) == 2
+    assert expected[broken] in capsys.readouterr().err
+
+
+def test_parts_are_those_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks of other models have other parts than ours; a name with two colons is no emoji."""
+    pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    described = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 64, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "tiny_llama.py").write_text(
+        "import transformers as t\n"
+        f"def llama(): return t.LlamaForCausalLM(t.AutoConfig.for_model(**{described!r}))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = ["--launch.device", "cpu", "--model", "tiny_llama:llama", "--sharding.units", "parts"]
+    assert main(["train", "--dry-run", *args]) == 0
+    printed = capsys.readouterr().out
+    assert "tiny_llama:llama: " in printed
+    rows = [" ".join(line.split()[:3]) for line in printed.splitlines()]
+    assert {"model.layers.*.self_attn 3 4,096", "model.layers.*.mlp 3 6,144"} <= set(rows)
 
 
 def test_under_a_launcher_one_rank_speaks(

@@ -97,7 +97,9 @@ def emulate(args: Sequence[str]) -> int:
         num_steps=config.steps,
         folder=str(config.out.resolve()),
     )
-    Console(stderr=True).print(f"{config.system} as rank 0 of {cluster.world_size:,} ({config.cluster}) ...")
+    Console(stderr=True, emoji=False).print(
+        f"{config.system} as rank 0 of {cluster.world_size:,} ({config.cluster}) ..."
+    )
     outcomes = [measure(run, plan) for run in plan.runs]
     row, *depths = summarise(*with_whole_models(plan.runs, outcomes), _peak())
     batch = batch_of(row.run.job, cluster.world_size, asked_tokens=config.training.global_batch_tokens)

@@ -269,9 +269,9 @@ def _publish(found: Answer | Sweep, config: PlanConfig) -> int:
         shown = sweep_as_dict(found) if isinstance(found, Sweep) else as_dict(found)
         print(json.dumps(shown, indent=2, allow_nan=False))
     elif isinstance(found, Sweep):
-        show_sweep(found, Console())
+        show_sweep(found, Console(emoji=False))
     else:
-        show(found, Console())
+        show(found, Console(emoji=False))
     if config.output.html is not None:
         from mics.planner.page import page, sweep_page  # matplotlib takes a second, which only this needs
 

@@ -24,7 +24,7 @@ class RankConsole(Console):
     """Where a rank prints. On ranks other than the first nothing comes of it."""
 
     def __init__(self, *, quiet: bool) -> None:
-        super().__init__(quiet=quiet, highlight=False, soft_wrap=True)
+        super().__init__(quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
 
     def on_broken_pipe(self) -> None:
         """Nobody reads it any more: whoever started the program decides, not rich."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
@@ -17,14 +19,17 @@ from mics.cost.clusters import Cluster, assumed_cluster, find_cluster
 from mics.cost.memory import ADAM_NBYTES, DRIVER_NBYTES, MASTER_NBYTES, USABLE, Keeping
 from mics.cost.modules import shape_of_description
 from mics.cost.setting import Setting, fitting_partition, partition_sizes
-from mics.cost.shapes import ModelShape, UnitShape
+from mics.cost.shapes import ModelShape
 from mics.cost.step_bytes import step_bytes
 from mics.errors import SettingsError
+from mics.layout.assign import assign_sites
 from mics.train.cluster_beside import cluster_beside
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing
 from mics.train.hosts import plan_hosts
 from mics.train.launch import LaunchPlan, plan_launch
+from mics.train.sequences import open_sequences
+from mics.train.sharding import block_parts
 from mics.utils.global_batch import GlobalBatch
 from mics.utils.numbers import count, memory, plural, volume, whole
 
@@ -52,6 +57,8 @@ class DryRun:
 def dry_run(config: TrainConfig, console: Console) -> int:
     """Print what a run would be. 0: nothing speaks against it; 1: it would not fit into memory."""
     found = plan_run(config)
+    sequences = open_sequences(config)  # what is wrong with the data is an error here too
+    sequences.check_validation(found.dealing.batch_size * found.launch.num_ranks)
     for line in _heading(found):
         console.print(line, highlight=False, markup=False)
     console.print(_unit_table(found))
@@ -162,27 +169,40 @@ def _heading(found: DryRun) -> Iterator[str]:
 
 
 def _unit_table(found: DryRun) -> Table:
-    """A row for each run of equal units."""
+    """A row for each group of equal units."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("unit")
+    table.add_column("unit", overflow="fold")
     for head in ("number", "parameters each", "unsharded", "shard per rank"):
         table.add_column(head, justify="right")
-    units = [unit for unit in found.setting.model.units if unit.numel]
-    for _, run in groupby(units, key=lambda unit: (unit.kind, unit.numel)):
-        same = list(run)
-        unsharded = same[0].numel * found.param_nbytes
-        table.add_row(
-            _names(same),
-            whole(len(same)),
-            count(same[0].numel),
-            memory(unsharded),
-            memory(unsharded / found.setting.partition_size),
-        )
+    groups = _parts(found.config) if found.config.sharding.units == "parts" else _blocks(found.setting.model)
+    for name, number, numel in groups:
+        unsharded = numel * found.param_nbytes
+        shard = memory(unsharded / found.setting.partition_size)
+        table.add_row(name, whole(number), count(numel), memory(unsharded), shard)
     return table
 
 
-def _names(units: Sequence[UnitShape]) -> str:
-    return units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
+def _blocks(model: ModelShape) -> Iterator[tuple[str, int, int]]:
+    """Each run of equal units: its name, how many they are, and the elements of one."""
+    units = [unit for unit in model.units if unit.numel]
+    for (_, numel), run in groupby(units, key=lambda unit: (unit.kind, unit.numel)):
+        names = [unit.name for unit in run]
+        yield names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}", len(names), numel
+
+
+def _parts(config: TrainConfig) -> Iterator[tuple[str, int, int]]:
+    """The same of parts of blocks, as the engine finds them. The cost model takes those of a block for equal.
+
+    Parts that differ in the number of their block alone are one group: layers.*.mlp.
+    """
+    with torch.device("meta"):
+        model = config.model.build().make()
+    groups: Counter[tuple[str, int]] = Counter()
+    for site in assign_sites(model, block_parts(model)):
+        name = re.sub(r"\.\d+(?=\.|$)", ".*", site.name) or type(site.module).__name__
+        groups[name, sum(ref.param.numel() for ref in site.params)] += 1
+    for (name, numel), number in groups.items():
+        yield name, number, numel
 
 
 def _memory(found: DryRun, console: Console) -> bool:

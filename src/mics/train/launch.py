@@ -161,7 +161,7 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
         plan=plan,
         args=[*args, "--report.progress=none"] if is_seen else args,
         name=uuid4().hex,
-        console=Console(highlight=False) if is_seen else None,
+        console=Console(highlight=False, emoji=False) if is_seen else None,
     )
     if not is_seen and config.report.progress != "none":
         print(f"starting {plan.num_ranks} ranks", flush=True)

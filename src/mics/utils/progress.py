@@ -148,7 +148,7 @@ def _make_bar(stream: TextIO, what: str, total: float) -> tuple[Progress, TaskID
         BarColumn(bar_width=None),
         *words,
         TextColumn("[cyan]{task.fields[left]}"),
-        console=Console(file=stream, highlight=False),
+        console=Console(file=stream, highlight=False, emoji=False),
         auto_refresh=False,
         transient=True,
         expand=True,
