@@ -57,6 +57,26 @@ def test_a_config_of_transformers_keeps_its_path(tmp_path: Path) -> None:
     assert (config.model.name, config.name, config.model.seq_len) == (file, "tiny", 128)
 
 
+def test_what_a_run_would_refuse_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    plan = [
+        "plan",
+        "--cluster",
+        "p4d.24xlarge:1",
+        "--global-batch",
+        "64",
+        "--write",
+        str(tmp_path / "r.yaml"),
+    ]
+    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 128}))
+    (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5"}))
+    assert main([*plan, "--model", str(tmp_path / "gpt2.json"), "--seq", "129"]) == 2
+    assert "--seq: expected at most the 128 positions" in capsys.readouterr().err
+    assert main([*plan, "--model", str(tmp_path / "t5.json"), "--seq", "64"]) == 2
+    assert "expected a causal or a masked language model" in capsys.readouterr().err
+    assert not (tmp_path / "r.yaml").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

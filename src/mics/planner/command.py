@@ -19,6 +19,8 @@ from mics.cost.constants import Kernels
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
 from mics.errors import SettingsError
+from mics.models.descriptions import describe_model
+from mics.models.huggingface import refuse_kind
 from mics.planner.answer import Answer, answer, as_dict, complete, num_stages
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
@@ -154,6 +156,8 @@ def plan(args: Sequence[str]) -> int:
             require("plot", "--html")
         model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
         _check_sizes(config, model, cluster)
+        if config.output.write is not None:
+            _check_trainable(config)
         if config.nodes:
             return _publish(_sweep(config, model, cluster), config)
         found = _answer(config, model, cluster)
@@ -185,6 +189,18 @@ def _check_sizes(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Non
         raise SettingsError(
             f"--global-batch-tokens: expected at most {count(_MAX_BATCH_TOKENS)} tokens per step, found "
             f"{config.global_batch_tokens:,}; check its unit"
+        )
+
+
+def _check_trainable(config: PlanConfig) -> None:
+    """Raise if mics train would refuse the model that is to be written."""
+    found = describe_model(config.model)
+    if found.objective is None:
+        raise refuse_kind(found.title)
+    if found.gpt is None and 0 < found.seq_len < (config.seq or 0):
+        raise SettingsError(
+            f"--seq: expected at most the {found.seq_len:,} positions of {found.title}, found "
+            f"{config.seq:,}; leave --write out to plan it all the same"
         )
 
 
