@@ -14,7 +14,7 @@ from mics.data import TokenData, TokenStream
 from mics.data import shard_files as shard_files_module
 from mics.data.documents import DocumentFormat, read_documents
 from mics.data.preparing import Preparing, prepare
-from mics.data.tokenizer import BytesTokenizer, load_tokenizer
+from mics.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_of
 from mics.errors import SettingsError
 from tests.data.folders import FABLES, read
 
@@ -182,6 +182,19 @@ def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> N
     file.write_text(json.dumps(content))
     with pytest.raises(SettingsError, match=r"expected a token that ends a document, found none of"):
         load_tokenizer(str(file))
+
+
+def test_the_end_of_text_that_was_named_goes_with_the_shards(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """Whoever loads the copy finds it, also where the config beside the tokenizer has none."""
+    (tmp_path / "tokenizer").mkdir()
+    content = (tokenizer_folder / "tokenizer.json").read_text().replace('"</s>"', '"STOP"')
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(content)
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"model_max_length": 8}')
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"), end_of_text="STOP")
+    prepare(Preparing(files=(FABLES,), out=tmp_path / "shards"), tokenizer)
+    assert tokenizer_of(TokenData.open(tmp_path / "shards")).special == tokenizer.special
+    copied = json.loads((tmp_path / "shards" / "tokenizer" / "tokenizer_config.json").read_text())
+    assert copied == {"model_max_length": 8, "eos_token": "STOP"}
 
 
 def test_a_text_cannot_spell_special_tokens(tokenizer_folder: Path) -> None:

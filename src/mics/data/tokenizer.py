@@ -116,6 +116,7 @@ class FileTokenizer:
         self._library.no_padding()
         self._library.encode_special_tokens = True  # a text that spells <s> has no <s>
         self._names = _names_beside(file)
+        self._end_given = end_of_text is not None
         if end_of_text is not None:
             self._names["eos_token"] = end_of_text
         self.special = self._special(end_of_text)
@@ -144,6 +145,9 @@ class FileTokenizer:
         config = folder / _CONFIG_FILE
         if not config.is_file():
             config.write_text(json.dumps(fast_config(self._names), indent=1) + "\n")
+        elif self._end_given:  # the files beside it do not say so, and whoever loads the copy must know it
+            content = {**json.loads(config.read_bytes()), "eos_token": self._names["eos_token"]}
+            config.write_text(json.dumps(content, indent=1) + "\n")
 
     def _special(self, end_of_text: str | None) -> SpecialTokens:
         end = self._id("eos_token", _END_NAMES)

@@ -232,8 +232,8 @@ def _finish(run: _Run, console: Console, history: History) -> None:
     if _show(run.config, run.me) == "lines":
         console.print("writing results")
     run.checkpoints.finish_training()
+    folder, weights = _save_weights(run)  # first: a sample that fails must not cost the weights
     sample = _sample(run)
-    folder, weights = _save_weights(run)
     if run.me.rank == 0:
         paths = write_results(
             run.config, run.setup, history, sample=sample, weights=weights, weights_folder=folder
