@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mics import cli
-from mics.calibrate.cluster_file import as_yaml, check_writable, write_cluster
+from mics.calibrate.cluster_file import as_yaml, check_writable, described, write_cluster
 from mics.calibrate.command import CalibrateConfig, _asked, stand_in
 from mics.calibrate.computing import Machine
 from mics.calibrate.fit import CollectiveTime
@@ -149,6 +149,12 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     assert find_cluster(str(file)).computing == COMPUTING
 
 
+def test_a_link_that_was_not_measured_is_not_shown_as_measured() -> None:
+    inside, between = described(_calibration()).splitlines()
+    assert "not measured" in inside and "assumed 450 MB/s" in inside
+    assert "not measured" not in between and "12.5 MB/s" in between
+
+
 def test_a_file_with_a_bad_measurement_is_refused(tmp_path: Path) -> None:
     text = as_yaml(_calibration(), model="gpt-tiny", backend="gloo")
     file = tmp_path / "cluster.yaml"
@@ -227,6 +233,11 @@ def test_the_file_beside_a_run_is_found(tmp_path: Path) -> None:
     for said, chosen in run_ranks(2, _beside, str(tmp_path), "{}"):
         assert chosen is None
         assert said is not None and "another on rank 1" in said
+    alone = replace(CLUSTER, num_nodes=1, ranks_per_node=1)
+    write_cluster(file, replace(_calibration(), cluster=alone), model="gpt-tiny", backend="gloo")
+    for said, chosen in run_ranks(2, _beside, str(tmp_path), ranks_per_node=1):
+        assert chosen == str(file)
+        assert said is not None and "the link between nodes is assumed" in said
     file.write_text("nonsense")
     for said, chosen in run_ranks(2, _beside, str(tmp_path)):
         assert chosen is None

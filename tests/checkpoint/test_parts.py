@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mics
 from mics.checkpoint import apart
-from mics.checkpoint.index import read_index
+from mics.checkpoint.index import read_index, sealed
 from mics.checkpoint.records import PieceWriters
 from mics.errors import CheckpointError
 from tests import tiers
@@ -86,5 +86,12 @@ def _check_torn(folder: Path) -> None:
     text = head.read_bytes()
     head.write_bytes(text.replace(b'"model.', b'"madel.', 1))
     with pytest.raises(CheckpointError, match="digest differs"):
+        read_index(folder)
+    head.write_bytes(text)
+    content = json.loads(text)
+    del content["sha256"]
+    next(iter(content["tensors"].values()))[-1] = 99
+    head.write_bytes(sealed(json.dumps(content, separators=(",", ":")).encode()))
+    with pytest.raises(CheckpointError, match="fits together"):
         read_index(folder)
     head.write_bytes(text)

@@ -110,6 +110,34 @@ def test_the_old_one_stays_until_the_index_is_put(
     assert same(everything(model, optimizer), values)
 
 
+@pytest.mark.parametrize("what", ["latest", "old files"])
+def test_a_store_that_fails_after_the_index(
+    alone: None, memory: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What the index names stays, whatever fails after it was put."""
+    model, optimizer = build(1)
+    mics.save(memory, model, optimizer, {"step": 1}, step=1)
+    train(model, optimizer, 0, 1)
+    values = everything(model, optimizer)
+
+    def cut(*args: Any, **kwargs: Any) -> None:
+        raise CheckpointError(f"{what}: cut")
+
+    with monkeypatch.context() as patch:
+        if what == "latest":
+            patch.setattr("mics.checkpoint.folders.point_latest", cut)
+            with pytest.raises(CheckpointError, match="latest: cut"):
+                mics.save(memory, model, optimizer, {"step": 2}, step=1)
+        else:
+            patch.setattr("mics.checkpoint.storage.remove", cut)
+            mics.save(memory, model, optimizer, {"step": 2}, step=1)
+    train(model, optimizer, 0, 1)
+    assert mics.load(memory, model, optimizer)["step"] == 2
+    assert same(everything(model, optimizer), values)
+    mics.save(memory, model, optimizer, {"step": 2}, step=1)
+    assert len(_names(f"{memory}/step-1")) == 4
+
+
 def test_order_of_deletion(alone: None, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is removed loses its index first."""
     model, _ = build(1)

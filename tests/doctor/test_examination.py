@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mics.checkpoint.remote import RemotePath
 from mics.cli import main
 from mics.doctor import compute, folders
 from mics.doctor.clocks import bounds
@@ -26,7 +27,7 @@ from mics.doctor.compute import examine_device, wrong_rows
 from mics.doctor.doors import cut_off, knock_at_all, open_door, to_knock_at
 from mics.doctor.examination import boxed
 from mics.doctor.facts import ClockFacts, Interface, InterfaceChoice, NetworkFacts
-from mics.doctor.folders import FolderProbe
+from mics.doctor.folders import FolderProbe, probe_of
 from mics.doctor.gpus import cuda_number
 from mics.doctor.interfaces import (
     choose_for_gloo,
@@ -35,7 +36,10 @@ from mics.doctor.interfaces import (
     read_adapters,
     read_interfaces,
 )
+from mics.doctor.meeting import join
+from mics.doctor.settings import read_settings
 from mics.doctor.transfers import network_in, payload_nbytes, rounds_of_pairs, set_nccl_log
+from mics.errors import SettingsError
 from tests.ranks import run_ranks
 
 _LO = Interface(name="lo", loopback=True, addresses=["127.0.0.1"])
@@ -314,3 +318,33 @@ def test_a_folder_of_another_host_is_not_shared(short: None, tmp_path: Path) -> 
     probe.remove_file()
     (tmp_path / "file").touch()
     assert "Not a directory" in FolderProbe(folder=tmp_path / "file" / "x", token="t", node="1").write().error
+
+
+# -- Stores -----------------------------------------------------------------------------------------
+
+
+def test_a_store_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes put, see and read objects there and leave none; one that cannot says why."""
+    fsspec = pytest.importorskip("fsspec")
+    folder = read_settings(None, "memory://doctor/run").wishes.checkpoint_dir
+    assert folder == RemotePath("memory://doctor/run")
+    one, other = (probe_of(folder, token="t", node=node) for node in ("a", "b"))
+    written = [probe.write() for probe in (one, other)]
+    found = other.read(written[1], first="a", other="a")
+    assert found.write_rate and found.read_rate and found.sees_first and not found.error
+    for probe in (one, other):
+        probe.remove_file()
+    assert list(folder.iterdir()) == []
+    assert not one.read(written[0], first="b", other="b").sees_first
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "pipe_file", _refuse)
+    assert "memory://doctor/run" in one.write().error
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise PermissionError("read-only")
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_variables_of_no_launcher(environ: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="RANK, WORLD_SIZE"):
+        join(environ, 1.0)

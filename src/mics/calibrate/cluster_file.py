@@ -10,7 +10,7 @@ import torch
 
 from mics.calibrate.fit import LinkName, worst_error
 from mics.calibrate.run import Calibration
-from mics.cost.clusters import Cluster, Link
+from mics.cost.clusters import Link
 from mics.errors import SettingsError
 from mics.utils.numbers import percent
 
@@ -102,10 +102,13 @@ def speed_of(link: Link) -> str:
     return f"{speed}, {hop} a hop"
 
 
-def described(cluster: Cluster) -> str:
-    """``2 x 2 ranks: 1.2 GB/s and 90 us inside a node, ...`` for the end of a run."""
+def described(found: Calibration) -> str:
+    """``inside a node  1.2 GB/s, 90 us a hop, ...`` and the same between nodes, for the end of a run."""
 
-    def of(link: Link) -> str:
+    def of(name: LinkName, link: Link) -> str:
+        if not any(point.division == name for point in found.points):
+            return f"not measured: no group of these ranks uses it alone; assumed {speed_of(link)}"
         return f"{speed_of(link)}, computation beside it {percent(link.slowdown - 1)} slower"
 
-    return f"inside a node  {of(cluster.intra)}\nbetween nodes  {of(cluster.inter)}"
+    cluster = found.cluster
+    return f"inside a node  {of('intra', cluster.intra)}\nbetween nodes  {of('inter', cluster.inter)}"

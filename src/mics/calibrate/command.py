@@ -25,7 +25,7 @@ from mics.train.ranks import joined
 from mics.train.settings_file import load_settings
 from mics.utils.command_line import parse
 from mics.utils.extras import require
-from mics.utils.numbers import percent
+from mics.utils.numbers import percent, plural
 from mics.utils.progress import long_work
 
 _DEFAULT_MODELS: Final = {"cuda": "gpt-1.3b", "cpu": "gpt-tiny"}
@@ -74,7 +74,7 @@ def calibrate(args: Sequence[str]) -> int:
         require("plot", "--picture")
     if "RANK" not in os.environ:
         raise SettingsError(
-            "mics calibrate: expected ranks, found one process without a launcher; start it as the training "
+            "expected ranks, found one process without a launcher; start it as the training "
             "is started, for example torchrun --nproc-per-node 2 -m mics.cli calibrate"
         )
     run = None if config.config is None else load_settings(TrainConfig, config.config)
@@ -183,8 +183,8 @@ def _publish(found: Calibration, config: CalibrateConfig, asked: _Asked) -> None
     model = f"{asked.name}, {asked.batch_size} x {asked.config.seq_len} tokens"
     write_cluster(config.out, found, model=model, backend=backend)
     print(
-        f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks, {cluster.computing.device}, {backend}, "
-        f"{found.seconds:.0f} s\n{described(cluster)}\n"
+        f"{plural(cluster.num_nodes, 'node')} x {cluster.ranks_per_node} ranks, {cluster.computing.device}, "
+        f"{backend}, {found.seconds:.0f} s\n{described(found)}\n"
         f"a rank computes {cluster.flops / 1e12:.3g} TFLOP/s in matrices of {asked.name}, "
         f"{percent(cluster.flops / cluster.peak_flops)} of its peak\nwritten: {config.out}"
     )

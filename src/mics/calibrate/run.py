@@ -45,14 +45,12 @@ def node_indices(names: Sequence[str]) -> list[int]:
     counts = {name: names.count(name) for name in nodes}
     if len(names) < 2:
         raise SettingsError(
-            "mics calibrate: expected at least 2 ranks, found 1; start it as the training is started, for "
+            "expected at least 2 ranks, found 1; start it as the training is started, for "
             "example torchrun --nproc-per-node 2 -m mics.cli calibrate"
         )
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} on node {name}" for name, count in counts.items())
-        raise SettingsError(
-            f"mics calibrate: expected as many ranks on every node, found {found}; start as many on each"
-        )
+        raise SettingsError(f"expected as many ranks on every node, found {found}; start as many on each")
     return [nodes.index(name) for name in names]
 
 

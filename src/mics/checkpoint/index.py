@@ -131,7 +131,15 @@ def read_index(folder: Place) -> Index:
                 check_tensor(name, tensor, index.files)
         if not all(name in index.tensors for name in index.aliases.values()):
             raise CheckpointError("a further name for a tensor that is not there")
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (
+        CheckpointError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
             f"{file}: expected an index that fits together, found one that does not: {error}"
         ) from None

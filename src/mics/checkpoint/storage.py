@@ -10,6 +10,7 @@ once. Small files (the index, ``latest``) are there whole or not at all.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,7 @@ INDEX_NAME: Final = "mics.json"
 _LEFTOVER: Final = re.compile(r"\.(step-\d+)\.(partial|removed|previous)")
 _STEP: Final = re.compile(r"step-\d+")
 _TAGGED: Final = re.compile(r"(?:__\d+_\d+|rank-\d+(?:\.index)?)-([0-9a-f]{12})\.(?:distcp|json)")
+_LOG: Final = logging.getLogger("mics")
 _STREAM_NBYTES: Final = 64 << 20  # below it another upload at the same time is not worth its memory
 
 
@@ -179,12 +181,19 @@ class FsspecStorage:
 
     def publish(self, draft: Draft) -> None:
         """Putting the index has done it. Files of other saves are of no use any more."""
-        found = ((each, _TAGGED.fullmatch(each.name)) for each in _remote(draft.folder).iterdir())
-        remove([each for each, match in found if match and match[1] != draft.tag])
+        try:
+            found = ((each, _TAGGED.fullmatch(each.name)) for each in _remote(draft.folder).iterdir())
+            remove([each for each, match in found if match and match[1] != draft.tag])
+        except CheckpointError as error:
+            _LOG.warning("%s: files of an earlier save are left there: %s", draft.folder, error)
 
     def abandon(self, draft: Draft) -> None:
+        """Not where its index is there: ranks may fail after that, and what the index names must stay."""
         folder = _remote(draft.folder)
+        index = folder / INDEX_NAME
         try:
+            if index.is_file() and draft.tag.encode() in read_file(index, most=size_of(index)):
+                return
             found = ((each, _TAGGED.fullmatch(each.name)) for each in folder.iterdir())
             remove([each for each, match in found if match and match[1] == draft.tag], attempts=1)
         except CheckpointError:

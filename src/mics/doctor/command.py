@@ -33,8 +33,8 @@ class DoctorConfig:
 
     config: Path | None = None
     """YAML file with the settings of the run, as for mics train."""
-    checkpoint_dir: Path | None = None
-    """Folder to try for checkpoints; unset takes the one of the settings."""
+    checkpoint_dir: str | None = None
+    """Folder or URL to try for checkpoints; unset takes the one of the settings."""
     timeout: float = 30.0
     """Seconds to wait for ranks that have not come."""
     json: bool = False

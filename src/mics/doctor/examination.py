@@ -33,7 +33,7 @@ from mics.doctor.facts import (
     decode,
     encode,
 )
-from mics.doctor.folders import FolderProbe
+from mics.doctor.folders import FolderProbe, StoreProbe, probe_of
 from mics.doctor.gpus import nccl_version, read_gpu
 from mics.doctor.interfaces import read_network
 from mics.doctor.machine import read_machine, read_place, read_versions
@@ -173,7 +173,7 @@ class Examination:
         self.roles = Roles()
         self.me: Rank | None = None
         self._deadline = time.monotonic() + _WHOLE_SECONDS
-        self._probe: FolderProbe | None = None
+        self._probe: FolderProbe | StoreProbe | None = None
         self._written: FolderFacts | None = None
 
     def introduce(self) -> None:
@@ -223,7 +223,7 @@ class Examination:
         wanted = folder is not None and self._leads
         if wanted and folder is not None:
             node = self.roles.nodes[self.roles.leaders.index(self.meeting.rank)]
-            self._probe = FolderProbe(folder=folder.absolute(), token=self.roles.token, node=node)
+            self._probe = probe_of(folder, token=self.roles.token, node=node)
             self._written, error = boxed(self._probe.write, _LIMITS["folder"])
             self._written = self._written or FolderFacts(error=error, sees_first=False)
             self.meeting.tell("written", encode(self._written))
@@ -236,7 +236,7 @@ class Examination:
             found = self._read(self._probe, self._written)
             self.meeting.tell("folder", encode(found))
 
-    def _read(self, probe: FolderProbe, written: FolderFacts) -> FolderFacts:
+    def _read(self, probe: FolderProbe | StoreProbe, written: FolderFacts) -> FolderFacts:
         if "still at it" in written.error:
             return written  # whatever touches the folder would hang too
         nodes = self.roles.nodes

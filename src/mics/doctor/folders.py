@@ -14,12 +14,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from mics.checkpoint.remote import RemotePath, put, remove
+from mics.checkpoint.storage import Place, read_file
 from mics.doctor.facts import FolderFacts
+from mics.errors import MicsError
 
 _BOX_SECONDS: Final = 1.5
 _CHUNK_NBYTES: Final = 4 << 20
 _MAX_NBYTES: Final = 256 << 20
 _VISIBLE_SECONDS: Final = 2.0
+_OBJECT_NBYTES: Final = (1 << 20, 16 << 20)
+_QUICK_SECONDS: Final = 0.25  # for the first, so that the second is worth it
 
 
 @dataclass
@@ -96,6 +101,57 @@ class FolderProbe:
                 return False
             time.sleep(0.1)
         return True
+
+
+@dataclass
+class StoreProbe:
+    """The same for an object store: each node puts an object of its own."""
+
+    folder: RemotePath
+    token: str
+    node: str
+
+    def write(self) -> FolderFacts:
+        """A small object; a larger one after it where the first was quick."""
+        rate = 0.0
+        try:
+            for nbytes in _OBJECT_NBYTES:
+                content, began = os.urandom(nbytes), time.perf_counter()
+                put(self._object(self.node), content)
+                took = time.perf_counter() - began
+                rate = nbytes / took
+                if took > _QUICK_SECONDS:
+                    break
+        except MicsError as error:
+            return FolderFacts(error=str(error), sees_first=False)
+        return FolderFacts(write_rate=rate)
+
+    def read(self, found: FolderFacts, *, first: str, other: str) -> FolderFacts:
+        """As of a folder."""
+        try:
+            sees_first = self._object(first).exists()
+            began = time.perf_counter()
+            nbytes = len(read_file(self._object(other), most=max(_OBJECT_NBYTES)))
+        except MicsError:
+            return replace(found, sees_first=self._object(first).exists())
+        return replace(found, sees_first=sees_first, read_rate=nbytes / (time.perf_counter() - began))
+
+    def remove_file(self) -> None:
+        with contextlib.suppress(MicsError):
+            remove([self._object(self.node)], attempts=1)
+
+    def remove_folders(self) -> None:
+        """There are none."""
+
+    def _object(self, node: str) -> RemotePath:
+        return self.folder / f".mics-doctor-{self.token}-{node.replace('/', '-')}"
+
+
+def probe_of(folder: Place, *, token: str, node: str) -> FolderProbe | StoreProbe:
+    """Of a folder on a disk or a store."""
+    if isinstance(folder, RemotePath):
+        return StoreProbe(folder=folder, token=token, node=node)
+    return FolderProbe(folder=folder.absolute(), token=token, node=node)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from mics.doctor.facts import decode
-from mics.errors import MicsError
+from mics.errors import MicsError, SettingsError
 
 T = TypeVar("T")
 _LAST_SECONDS: Final = 3.0
@@ -77,8 +77,14 @@ class Meeting:
 
 def join(environ: Mapping[str, str], timeout: float) -> Meeting:
     """Connect to the store that the launcher's variables name; rank 0 opens it where no launcher has."""
-    rank, num_ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    host, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
+    try:
+        rank, num_ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        host, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
+    except (KeyError, ValueError) as error:
+        raise SettingsError(
+            f"expected whole numbers in the launcher's variables RANK, WORLD_SIZE and MASTER_PORT, found "
+            f"{error}; start with torchrun, or unset RANK so that mics doctor starts its own ranks"
+        ) from None
     by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
         store = TCPStore(

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+from mics.checkpoint.arguments import as_place
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES
 from mics.cost.modules import shape_of_description
 from mics.doctor.examination import RunSettings
@@ -18,7 +19,7 @@ _NBYTES_PER_PARAMETER: Final = MASTER_NBYTES + ADAM_NBYTES
 """In a checkpoint: master weights and AdamW's two moments, in float32."""
 
 
-def read_settings(file: Path | None, checkpoint_dir: Path | None) -> RunSettings:
+def read_settings(file: Path | None, checkpoint_dir: str | None) -> RunSettings:
     """An error is kept, not raised: other ranks may read the file, and the report says who cannot."""
     try:
         train = TrainConfig() if file is None else load_settings(TrainConfig, file)
@@ -29,10 +30,12 @@ def read_settings(file: Path | None, checkpoint_dir: Path | None) -> RunSettings
         return RunSettings(train=None, error=str(error))
 
 
-def _wishes(train: TrainConfig, checkpoint_dir: Path | None, *, known: bool) -> Wishes:
-    folder = checkpoint_dir or (train.checkpoint_dir if train.checkpoint.interval else None)
+def _wishes(train: TrainConfig, checkpoint_dir: str | None, *, known: bool) -> Wishes:
+    folder = train.checkpoint_dir if train.checkpoint.interval else None
+    if checkpoint_dir is not None:
+        folder = as_place(checkpoint_dir, "--checkpoint-dir")
     return Wishes(
-        checkpoint_dir=folder if isinstance(folder, Path) else None,  # a store is no folder to share
+        checkpoint_dir=folder,
         checkpoint_nbytes=_NBYTES_PER_PARAMETER * num_parameters(train) if known else None,
         kept=train.checkpoint.keep,
         partition_size=train.sharding.partition_size,

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from mics.checkpoint.remote import RemotePath
 from mics.doctor.facts import (
     ClockFacts,
     ComputeFacts,
@@ -28,7 +29,7 @@ T = TypeVar("T")
 class Wishes:
     """What the run's settings ask of the cluster."""
 
-    checkpoint_dir: Path | None = None
+    checkpoint_dir: Path | RemotePath | None = None
     """None: the run saves no checkpoints."""
     checkpoint_nbytes: int | None = None
     """Of one checkpoint, if the model is known."""

@@ -39,6 +39,9 @@ def use_cluster_beside(
         _use_named(config, environ)
         return f"warning: {file} is passed over: {reasons[0]}"
     environ["MICS_CLUSTER"] = str(file)
+    measured = find_cluster(str(file))
+    if measured.computing is not None and measured.num_nodes == 1 < len(nodes):
+        return f"cluster: {file}, measured on one node: the link between nodes is assumed"
     return f"cluster: {file}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Final
 
+from mics.checkpoint.remote import RemotePath
 from mics.doctor.findings import Finding, fail, ok, warn
 from mics.doctor.survey import Survey
 from mics.utils.numbers import duration, volume
@@ -20,7 +21,10 @@ def folder(survey: Survey) -> list[Finding]:
         where = survey.on_nodes([node])
         if facts.error:
             way_out = (
-                "give this user the right to write there, mount it read-write, or take another output_dir"
+                "check its endpoint, the credentials and the bucket's policy"
+                if isinstance(path, RemotePath)
+                else "give this user the right to write there, mount it read-write, or take another "
+                "output_dir"
             )
             found.append(
                 fail("checkpoints", f"cannot write to {path}: {facts.error}", where=where, way_out=way_out)
@@ -79,7 +83,7 @@ def folder_space(survey: Survey) -> list[Finding]:
     """Room for the checkpoints that are kept and the one that is being written."""
     free = [facts.free_nbytes for facts in survey.folders.values() if not facts.error]
     nbytes = survey.wishes.checkpoint_nbytes
-    if not free or nbytes is None:
+    if not free or nbytes is None or isinstance(survey.wishes.checkpoint_dir, RemotePath):
         return []
     wanted = (survey.wishes.kept + 1) * nbytes
     if min(free) >= wanted:
