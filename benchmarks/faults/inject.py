@@ -96,7 +96,7 @@ def inject() -> None:
 
     def in_write(original: Callable[..., Any], self: Any, content: Any) -> Any:
         if self.tell() > 0:  # in the middle of its file, of which something is on disk
-            injector.fire_if_due("save", _step_of(self._file.name))
+            injector.fire_if_due("save", _step_of(self._sink._file.name))
         return original(self, content)
 
     def moving_latest(original: Callable[..., Any], root: Path, name: str) -> None:

@@ -78,7 +78,9 @@ def _save_and_load(folder: str, level: int) -> tuple[list[str], list[str]]:
             told.clear()
             mics.save(folder, model, optimizer)
             mics.save(f"{folder}-background", model, optimizer, wait=False).wait()
-            mics.load(folder, model, optimizer)
+            with pytest.MonkeyPatch.context() as patch:
+                _slowly(patch, BlockReader, "_read")
+                mics.load(folder, model, optimizer)
             found.append(list(told))
     finally:
         telling._SECONDS = 10.0
