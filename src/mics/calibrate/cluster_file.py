@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -13,6 +14,8 @@ from mics.calibrate.run import Calibration
 from mics.cost.clusters import Link
 from mics.errors import SettingsError
 from mics.utils.numbers import percent
+
+_DOUBTFUL: Final = 0.3  # of a time: a fit that is further off says little
 
 
 def check_writable(file: Path) -> None:
@@ -108,7 +111,11 @@ def described(found: Calibration) -> str:
     def of(name: LinkName, link: Link) -> str:
         if not any(point.division == name for point in found.points):
             return f"not measured: no group of these ranks uses it alone; assumed {speed_of(link)}"
-        return f"{speed_of(link)}, computation beside it {percent(link.slowdown - 1)} slower"
+        worst = worst_error(found.cluster, found.points, name)
+        doubt = f"\nwarning: a point is {percent(worst)} off that line: the machine was busy, or "
+        doubt += "--max-seconds too few; measure again"
+        slower = f"{speed_of(link)}, computation beside it {percent(link.slowdown - 1)} slower"
+        return slower + (doubt if worst > _DOUBTFUL else "")
 
     cluster = found.cluster
     return f"inside a node  {of('intra', cluster.intra)}\nbetween nodes  {of('inter', cluster.inter)}"

@@ -46,7 +46,7 @@ class ModelSettings:
     hidden_size: int | None = None
     """Hidden size (embedding width), a multiple of twice the heads; unset takes the named size's."""
     vocab_size: int | None = None
-    """Vocabulary size, at least 256 since the data is bytes; unset takes the named size's."""
+    """Vocabulary size, at least that of the data (256 for bytes); unset takes the named size's."""
     seq_len: int | None = None
     """Tokens per sequence; unset takes the model's."""
     dropout: float | None = None
@@ -58,12 +58,6 @@ class ModelSettings:
             raise refuse_kind(found.title)
         _require(
             found.seq_len > 0, "model.seq_len", f"the tokens per sequence of {found.title}", self.seq_len
-        )
-        _require(
-            found.vocab_size == 0 or found.vocab_size >= 256,
-            "model.vocab_size",
-            "at least 256 (the data is bytes)",
-            found.vocab_size,
         )
         if found.weights is not None and not self.from_scratch:
             check_weights(found.weights)
@@ -381,6 +375,9 @@ class TrainConfig:
                 "follows from the global batch"
             )
         _require(self.seed >= 0, "seed", "0 or more", self.seed)
+        size = self.model.build().vocab_size
+        enough = self.data.shards or size == 0 or size >= 256
+        _require(bool(enough), "model.vocab_size", "at least 256 (the data is bytes)", size)
         _require(
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",

@@ -228,6 +228,8 @@ def _memory(found: DryRun, console: Console) -> bool:
 def _bytes(found: DryRun, console: Console) -> None:
     setting = found.setting
     sent = step_bytes(setting, param_nbytes=found.param_nbytes)
+    between = replace(setting, wire_nbytes=_WIDTHS[found.config.sharding.replica_reduce_dtype])
+    sent = replace(sent, hop_2=step_bytes(between, param_nbytes=found.param_nbytes).hop_2)
     inside = "inside the node" if setting.partition.num_nodes == 1 else "over the network too"
     across = "inside the node" if setting.replication.num_nodes == 1 else "over the network"
     console.print(f"sent per rank and step: {volume(sent.total)}", highlight=False)
