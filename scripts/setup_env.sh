@@ -112,5 +112,7 @@ case $status in
        pip_install "installing torch $torch_version (the one long download)" "torch==$torch_version" ;;
 esac
 
-pip_install "installing mics and its development tools" --editable '.[dev]'
+# Named again, so that pip keeps this torch whatever else it has to try.
+torch_here=$("$env_dir/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null
+pip_install "installing mics and its development tools" --editable '.[dev]' "torch==$torch_here"
 say "ready in $env_dir"
