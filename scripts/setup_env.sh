@@ -113,6 +113,6 @@ case $status in
 esac
 
 # Named again, so that pip keeps this torch whatever else it has to try.
-torch_here=$("$env_dir/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null
+torch_here=$("$env_dir/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null)
 pip_install "installing mics and its development tools" --editable '.[dev]' "torch==$torch_here"
 say "ready in $env_dir"
