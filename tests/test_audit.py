@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import mics
 from mics.comm import GroupCollectives
 from mics.engine import engine_of
+from mics.utils.digests import SLICE_NUMEL, _weights, digests
 from tests import pairwise, toys
 from tests.ranks import run_expecting_error, run_ranks
 from tests.reference import adamw
@@ -34,12 +35,11 @@ SECOND = "unit 'blocks.1'"
 def test_every_bit_counts(nbytes: int) -> None:
     """Each single bit flipped, in whole words and in the tail, within one slice and in several."""
     data = torch.randint(256, (nbytes,), dtype=torch.uint8)
-    with patch.object(audit, "_SLICE_NUMEL", 8):
-        digest = audit.digests([data]).item()
-        flipped = [data.clone() for _ in range(8 * nbytes)]
-        for number, each in enumerate(flipped):
-            each[number // 8] ^= 1 << number % 8
-        found = audit.digests(flipped).tolist()
+    digest = digests([data], slice_numel=8).item()
+    flipped = [data.clone() for _ in range(8 * nbytes)]
+    for number, each in enumerate(flipped):
+        each[number // 8] ^= 1 << number % 8
+    found = digests(flipped, slice_numel=8).tolist()
     assert digest not in found
     assert len(set(found)) == len(found)
 
@@ -51,22 +51,22 @@ def test_order_and_pairs_of_bits_count(dtype: torch.dtype) -> None:
     swapped, signs = data.clone(), data.clone()
     swapped[3], swapped[40] = data[40], data[3]
     signs[::8] *= -1
-    found = audit.digests([data, swapped, signs, data.clone(), torch.zeros(64, dtype=dtype)]).tolist()
+    found = digests([data, swapped, signs, data.clone(), torch.zeros(64, dtype=dtype)]).tolist()
     assert found[3] == found[0] and found[4] == 0
     assert len(set(found)) == 4
 
 
 def test_a_digest_is_that_of_its_formula() -> None:
     """Over several slices of real size, against Python's own integers."""
-    data = torch.arange(2 * audit._SLICE_NUMEL + 5, dtype=torch.int32) * 65_537
-    place, slices = audit._weights(0, audit._SLICE_NUMEL, CPU), audit._weights(audit._SLICE_NUMEL, 3, CPU)
+    data = torch.arange(2 * SLICE_NUMEL + 5, dtype=torch.int32) * 65_537
+    place, slices = _weights(0, SLICE_NUMEL, CPU), _weights(SLICE_NUMEL, 3, CPU)
     weights = (place[None] * slices[:, None]).view(-1)[: data.numel()]
     assert bool((weights % 2 == 1).all())
     assert len(weights.unique()) == weights.numel()
     expected = (
         sum(word * weight for word, weight in zip(data.tolist(), weights.tolist(), strict=True)) % 2**64
     )
-    assert audit.digests([data]).item() % 2**64 == expected
+    assert digests([data]).item() % 2**64 == expected
 
 
 def test_who_stands_out() -> None:
@@ -410,5 +410,5 @@ def test_nobody_waits_on_a_gpu(partition_size: int) -> None:
 @pytest.mark.gpu
 def test_a_gpu_makes_the_digests_of_the_cpu() -> None:
     """Integer arithmetic: the same numbers everywhere."""
-    tensors = [torch.randn(3 * audit._SLICE_NUMEL + 7), torch.randn(9).bfloat16(), torch.zeros(4)]
-    assert audit.digests([tensor.cuda() for tensor in tensors]).tolist() == audit.digests(tensors).tolist()
+    tensors = [torch.randn(3 * SLICE_NUMEL + 7), torch.randn(9).bfloat16(), torch.zeros(4)]
+    assert digests([tensor.cuda() for tensor in tensors]).tolist() == digests(tensors).tolist()

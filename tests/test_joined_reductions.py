@@ -26,7 +26,7 @@ from mics.gradients.reduce_buffers import ReduceBuffers
 from mics.gradients.shards import GradState
 from mics.models import GPT, GPTConfig
 from mics.schedule.events import What
-from tests import toys
+from tests import pairwise, toys
 from tests.ranks import run_ranks
 
 _APART, _TOGETHER = Joining(), Joining(hop_1_nbytes=1 << 30, hop_2_nbytes=1 << 30)
@@ -200,7 +200,7 @@ _MODELS: dict[str, tuple[Any, Any, Any]] = {
 
 
 def _trained(
-    name: str, joining: Joining, partition_size: int, announced: bool, scaler: bool, **settings: Any
+    name: str, joining: Joining, announced: bool, scaler: bool, **settings: Any
 ) -> tuple[list[Tensor], int]:
     """Masters after three steps, and the most units that one collective took."""
     build, batch_of, loss_of = _MODELS[name]
@@ -214,7 +214,7 @@ def _trained(
         send(self)
 
     with _joining(joining, roomy=True), patch.object(Hops, "_send_batch", watch):
-        model = mics.shard(build(), partition_size=partition_size, **settings)
+        model = mics.shard(build(), **settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scale = torch.amp.GradScaler("cpu", enabled=scaler, init_scale=64.0)
         for step in range(3):
@@ -231,23 +231,24 @@ def _trained(
     return [unit.master.detach().clone() for unit in engine.units], most
 
 
-@pytest.mark.parametrize("announced", [True, False])
-@pytest.mark.parametrize("name", list(_MODELS))
-def test_joined_reductions_give_the_same_bits(name: str, announced: bool) -> None:
+_SHARDED: dict[str, dict[str, Any]] = {
+    "two groups": {"partition_size": 2},
+    "two groups, low memory": {"partition_size": 2, "low_memory": True},
+    "two groups, replicated masters": {"partition_size": 2, "optimizer_sharding": "partition"},
+    "two stages": {"partition_size": 4},
+}
+
+
+@pairwise.parametrize(full_strength=2, name=list(_MODELS), sharded=list(_SHARDED), announced=[True, False])
+def test_joined_reductions_give_the_same_bits(name: str, sharded: str, announced: bool) -> None:
     """Over gloo in float32, with accumulation and clipping: two partition groups, and one of two stages."""
-    for partition_size, settings in (
-        (2, {}),
-        (2, {"low_memory": True}),
-        (2, {"optimizer_sharding": "partition"}),
-        (4, {}),
-    ):
-        args = (partition_size, announced, announced)
-        together = run_ranks(4, _trained, name, _TOGETHER, *args, ranks_per_node=2, kwargs=settings)
-        apart = run_ranks(4, _trained, name, _APART, *args, ranks_per_node=2, kwargs=settings)
-        for (joined, most), (alone, _) in zip(together, apart, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(joined, alone, strict=True)), (name, settings)
-            if not settings:
-                assert most > 1  # or nothing was shown
+    args, settings = (announced, announced), _SHARDED[sharded]
+    together = run_ranks(4, _trained, name, _TOGETHER, *args, ranks_per_node=2, kwargs=settings)
+    apart = run_ranks(4, _trained, name, _APART, *args, ranks_per_node=2, kwargs=settings)
+    for (joined, most), (alone, _) in zip(together, apart, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(joined, alone, strict=True))
+        if list(settings) == ["partition_size"]:
+            assert most > 1  # or nothing was shown
 
 
 # ---------------------------------------------------------------------------------------------

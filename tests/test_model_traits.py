@@ -244,8 +244,8 @@ def _double_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def _initial_values(seed_by_rank: bool, meta: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All ranks' view of the full state after sharding, and this rank's own values before it."""
+def _initial_values(seed_by_rank: bool, meta: bool) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """All ranks' view of the full state after sharding, this rank's own values before it, and bytes sent."""
     import torch.distributed as dist
 
     import mics
@@ -256,14 +256,15 @@ def _initial_values(seed_by_rank: bool, meta: bool) -> tuple[dict[str, Any], dic
     own = {} if meta else {name: value.clone() for name, value in model.state_dict().items()}
     mics.shard(model, partition_size=2)
     assert not any(p.is_meta for p in model.parameters())
-    return mics.full_state_dict(model, rank0_only=False), own
+    nbytes = mics.traffic(model).axis_nbytes("world")
+    return mics.full_state_dict(model, rank0_only=False), own, nbytes
 
 
 def test_initial_values_are_rank_zeros() -> None:
     """Ranks built from different seeds all start from rank 0's weights."""
     answers = run_ranks(4, _initial_values, True, False, ranks_per_node=2)
     assert not torch.equal(answers[0][1]["head.weight"], answers[1][1]["head.weight"])
-    for full, _ in answers:
+    for full, *_ in answers:
         assert list(full) == list(answers[0][1])
         assert all(torch.equal(full[name], value) for name, value in answers[0][1].items())
 
@@ -272,7 +273,7 @@ def test_a_meta_model_is_initialised_alike_everywhere() -> None:
     """A model on the meta device gets its modules' own initial values, equal on all replicas."""
     answers = run_ranks(4, _initial_values, True, True, ranks_per_node=2)
     first = answers[0][0]
-    for full, _ in answers:
+    for full, *_ in answers:
         assert all(torch.equal(full[name], value) for name, value in first.items())
     assert torch.equal(first["blocks.0.norm.weight"], torch.ones(toys.DIM))
     assert torch.equal(first["blocks.1.norm.bias"], torch.zeros(toys.DIM))
@@ -280,6 +281,18 @@ def test_a_meta_model_is_initialised_alike_everywhere() -> None:
     assert not torch.equal(first["blocks.0.up.weight"], first["blocks.1.up.weight"])
     assert torch.equal(first["head.weight"], first["embedding.weight"])
     assert torch.equal(first["blocks.0.gain"], torch.tensor([0.7]))
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_values_that_are_equal_already_are_not_sent(meta: bool) -> None:
+    """Ranks of one seed send digests alone; those of several send what rank 0 has, and end alike."""
+    alike, apart = (
+        run_ranks(4, _initial_values, by_rank, meta, ranks_per_node=2) for by_rank in (False, True)
+    )
+    for full, *_ in [*alike, *apart]:
+        assert all(torch.equal(full[name], value) for name, value in alike[0][0].items())
+    all_nbytes = sum(value.nbytes for value in alike[0][0].values())
+    assert alike[0][2] < all_nbytes / 10 < all_nbytes < apart[0][2]
 
 
 def _train_meta() -> list[list[float]]:

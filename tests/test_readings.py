@@ -125,7 +125,6 @@ def _same(found: Any, expected: Any) -> bool:
     ("partition_size", "optimizer_sharding"),
     [
         pytest.param(1, "world", marks=pytest.mark.full),
-        pytest.param(2, "world", marks=pytest.mark.full),
         pytest.param(4, "world", marks=pytest.mark.full),
         (2, "partition"),
     ],

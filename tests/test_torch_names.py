@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -46,11 +47,13 @@ class _Pair(NamedTuple):
 
 def _holders() -> list[Any]:
     """Objects whose private attributes the sources read."""
+    import fsspec
     import transformers
 
     found: list[Any] = [
         os,
         sys,
+        threading,
         _Pair,
         torch.ops.aten.add.Tensor,
         torch.Tensor,
@@ -60,7 +63,7 @@ def _holders() -> list[Any]:
     ]
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
     found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo._Options]
-    return [*found, transformers.PreTrainedModel, transformers.AutoModel]
+    return [*found, transformers.PreTrainedModel, transformers.AutoModel, fsspec.AbstractFileSystem]
 
 
 def _is_private(name: str) -> bool:

@@ -36,7 +36,7 @@ from mics.schedule.sites import ScheduledSite
 from mics.sharding.buffers import BufferSync
 from mics.sharding.contiguous import Contiguous
 from mics.sharding.conversions import refuse_conversions, refuse_tracing
-from mics.sharding.materialize import as_it_was, drop_originals, fill_unit, initial_values, place_buffers
+from mics.sharding.materialize import InitialValues, as_it_was, drop_originals, fill_unit, place_buffers
 from mics.sharding.spec import Share
 from mics.sharding.unit import Unit, UnitMemory
 from mics.sharding.wrappers import refuse_wrappers
@@ -255,9 +255,9 @@ def _build_sites(
     index = itertools.count()
     specs_of = [unit_specs(site, settings, topology, index) for site in settings.sites]
     memory = UnitMemory([spec for specs in specs_of for spec in specs], share, settings.device)
+    initial_values = InitialValues(model, settings.device)
     for site, specs in zip(settings.sites, specs_of, strict=True):
-        built = [unit for earlier in scheduled for unit in earlier.units]
-        values = initial_values(model, site, settings.device, built)
+        values = initial_values.of(site)
         units = [Unit(spec, share, groups=mesh.groups, memory=memory, owner=owner) for spec in specs]
         for unit in units:
             fill_unit(unit, values)
@@ -273,6 +273,8 @@ def _build_sites(
                 cast_to=lowered[0] if lowered else None,
             )
         )
+    for unit in [unit for site in scheduled for unit in site.units]:
+        unit.held.show(unit.shards)
     scheduled += _holders_elsewhere(settings.sites, scheduled)
     followed = {id(site.module) for site in scheduled}
     for name, module in model.named_modules():

@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(
     (tmp_path / "bin/pytorch_model.bin").write_bytes(b"pickle")
     options["name"] = options["name"].replace("{}", str(tmp_path))
     with pytest.raises(SettingsError, match=message) as caught:
-        ModelSettings(**options)
+        TrainConfig(model=ModelSettings(**options))
     assert "\n" not in str(caught.value)
 
 

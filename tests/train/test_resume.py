@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import mics
 from mics.errors import CheckpointError
 from mics.train.checkpoints import Checkpoints, find_candidates
 from mics.train.config import CheckpointSettings, TrainConfig
@@ -218,6 +219,34 @@ def test_which_checkpoint_is_meant(reference: Path, tmp_path: Path) -> None:
         find_candidates(_config(tmp_path, "lastest"), restarted=False, environ=os.environ)
 
 
+def test_other_data_than_the_checkpoints_is_told(tmp_path: Path) -> None:
+    """The run goes on: more data may be just what is wanted."""
+    model = torch.nn.Linear(1, 1)
+    mics.shard(model)
+    me = Rank(
+        rank=0, num_ranks=1, local_rank=0, ranks_per_node=1, ranks_per_gpu=1, device=torch.device("cpu")
+    )
+
+    def checkpoints_of(digest: str, told: list[str]) -> Checkpoints:
+        return Checkpoints(
+            _config(tmp_path, "latest"),
+            me,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            parts={},
+            data_digest=digest,
+            tell=told.append,
+        )
+
+    first = checkpoints_of("one", [])
+    first.dealing = Dealing(batch_size=1, micro_steps=1, num_ranks=1)
+    first.save_now(4)
+    for digest, warned in [("one", False), ("other", True)]:
+        told: list[str] = []
+        assert checkpoints_of(digest, told).resume().step == 4
+        assert any("expected those of the checkpoint" in line for line in told) is warned
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at a save nor after the last step; one that is asked for at SIGTERM must not fail silently."""
     told: list[str] = []
@@ -231,6 +260,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.Mo
         model=nothing,
         optimizer=torch.optim.SGD(nothing.parameters(), 0.1),
         parts={},
+        data_digest="",
         tell=told.append,
     )
     checkpoints.dealing = Dealing(batch_size=1, micro_steps=1, num_ranks=1)

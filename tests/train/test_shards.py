@@ -100,6 +100,24 @@ def test_validation_is_the_same_at_every_call_and_apart_from_training(fables: To
     assert torch.equal(first, second)
 
 
+def test_the_digest_is_of_all_that_decides_which_sequence_is_where(fables: TokenData) -> None:
+    """Files, weights, length and seed; not where the folder is."""
+    usual: dict[str, Any] = {"seq_len": 16, "vocab_size": 400, "seed": 0}
+    first, *others = fables.index.shards
+    index = replace(fables.index, shards=(replace(first, digest="0"), *others))
+    changed = TokenData(fables.folder, index)
+    found = [
+        ShardSequences([fables], **usual).digest(),
+        ShardSequences([fables, fables], **usual).digest(),
+        ShardSequences([fables, fables], **usual, weights=(1, 2)).digest(),
+        ShardSequences([fables], **{**usual, "seed": 1}).digest(),
+        ShardSequences([fables], **{**usual, "seq_len": 8}).digest(),
+        ShardSequences([changed], **usual).digest(),
+    ]
+    assert len(set(found)) == len(found)
+    assert found[0] == ShardSequences([fables], **usual).digest()
+
+
 def test_text_goes_through_the_tokenizer_of_the_shards(fables: TokenData) -> None:
     sequences = ShardSequences([fables], seq_len=16, vocab_size=400, seed=0)
     tokens = sequences.encode("There was once")

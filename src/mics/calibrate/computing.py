@@ -164,7 +164,7 @@ def _host_bandwidth(watch: Stopwatch, device: torch.device, advance: Callable[[]
     """Of copies between the device and pinned memory, in the slower direction."""
     found = 0.0
     if device.type == "cuda":
-        host = torch.zeros(_PINNED_NBYTES, dtype=torch.uint8).pin_memory()
+        host = torch.zeros(_PINNED_NBYTES, dtype=torch.uint8, device="cpu").pin_memory()
         there = torch.zeros(_PINNED_NBYTES, dtype=torch.uint8, device=device)
         to = watch.time(lambda: there.copy_(host, non_blocking=True)).seconds
         back = watch.time(lambda: host.copy_(there, non_blocking=True)).seconds

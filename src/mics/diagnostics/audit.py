@@ -18,13 +18,12 @@ See "The replica audit" in docs/design.md for why no flipped bit goes unseen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from mics.comm.lanes import Ticket
@@ -32,14 +31,9 @@ from mics.comm.world import MeshCollectives
 from mics.engine import engines_of
 from mics.errors import ReplicaError
 from mics.sharding.unit import Unit, refresh_together
+from mics.utils.digests import digests
 
-_WORD = torch.int32
-_SLICE_NUMEL = 1 << 19  # words that are weighed together: products of 4 MiB
 _MAX_NAMED = 8  # units that an error names
-
-# Any odd numbers with their ones well spread make good weights; these are those of splitmix64, as int64.
-_STEP = -0x61C8864680B583EB
-_MIX = -0x40A7B892E31B1A47
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,45 +185,12 @@ class ReplicaAudit:
                 refresh_together([unit])
 
 
-def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor that every bit of it counts in: int64 [len(tensors)], on their device.
-
-    The sum of all 32-bit words, each times a 64-bit odd weight of its own, modulo 2^64. Integers: the order
-    of the additions does not matter, so equal bits give equal digests on any device.
-    """
-    device = tensors[0].device
-    largest = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-    num_words = -(-largest // _WORD.itemsize)
-    num_slices = max(1, -(-num_words // _SLICE_NUMEL))
-    weights = _weights(0, min(num_words, _SLICE_NUMEL), device)
-    sums = torch.zeros(len(tensors), num_slices, dtype=torch.int64, device=device)
-    for tensor, row in zip(tensors, sums, strict=True):
-        for words, place in zip(_slices(tensor), row.unbind(), strict=False):
-            torch.sum(words * weights[: words.numel()], 0, out=place)
-    # A word's weight is that of its place in its slice times that of the slice: odd as well.
-    return (sums * _weights(_SLICE_NUMEL, num_slices, device)).sum(1)
-
-
 def odd_ones(values: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
     """The ranks whose value is not that of more than half of them; all of them if there is no such value."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return tuple(ranks)
     return tuple(rank for rank, other in zip(ranks, values, strict=True) if other != value)
-
-
-def _slices(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of a 1-D tensor as words, some at a time. Zeros fill up the last word."""
-    for part in tensor.view(torch.uint8).split(_SLICE_NUMEL * _WORD.itemsize):
-        missing = -part.numel() % _WORD.itemsize
-        yield (F.pad(part, (0, missing)) if missing else part).view(_WORD)
-
-
-def _weights(first: int, numel: int, device: torch.device) -> Tensor:
-    """Odd numbers that look random and are the same everywhere, from the ``first`` on: int64 [numel]."""
-    values = torch.arange(first + 1, first + numel + 1, dtype=torch.int64, device=device) * _STEP
-    values = (values ^ (values >> 30)) * _MIX
-    return (values ^ (values >> 27)) | 1
 
 
 def _difference(

@@ -44,7 +44,7 @@ def examine_device(device: torch.device) -> ComputeFacts:
 def wrong_rows(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor) -> int:
     """Rows of ``product`` that are not those of ``left @ right``; all of whole numbers, on the CPU."""
     generator = torch.Generator().manual_seed(1)
-    vector = torch.randint(1, 1000, (right.shape[1],), generator=generator).double()
+    vector = _whole_numbers(1, 1000, (right.shape[1],), generator).double()
     expected = left.double() @ (right.double() @ vector)
     found = product.double() @ vector
     return int((found != expected).sum())  # NaN differs from everything
@@ -53,18 +53,25 @@ def wrong_rows(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor) -
 def _exact_product(device: torch.device) -> tuple[torch.Tensor, int]:
     generator = torch.Generator().manual_seed(0)
     size = _EXACT_SIZES[device.type]
-    left = torch.randint(-1, 2, (size, _EXACT_DEPTH), generator=generator)
-    right = torch.randint(-1, 2, (_EXACT_DEPTH, size), generator=generator)
+    left = _whole_numbers(-1, 2, (size, _EXACT_DEPTH), generator)
+    right = _whole_numbers(-1, 2, (_EXACT_DEPTH, size), generator)
     dtype = _dtype(device)
     product = (left.to(device, dtype) @ right.to(device, dtype)).cpu()
     return product, wrong_rows(left, right, product)
+
+
+def _whole_numbers(lowest: int, end: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(lowest, end, shape, generator=generator, dtype=torch.int64, device="cpu")
 
 
 def _float_digests(device: torch.device) -> set[str]:
     """Of the same computation, three times."""
     generator = torch.Generator().manual_seed(2)
     size = _EXACT_SIZES[device.type]
-    first, weight = (torch.randn(size, size, generator=generator) / size**0.5 for _ in range(2))
+    first, weight = (
+        torch.randn(size, size, generator=generator, dtype=torch.float32, device="cpu") / size**0.5
+        for _ in range(2)
+    )
     first, weight = first.to(device, _dtype(device)), weight.to(device, _dtype(device))
     return {_float_digest(first, weight) for _ in range(3)}
 

@@ -118,7 +118,7 @@ class Network:
             self.group = group
 
     def _sum(self, device: torch.device) -> float:
-        value = torch.ones(1, device=device)
+        value = torch.ones(1, dtype=torch.float32, device=device)
         dist.all_reduce(value, group=self.group)
         return value.item()
 
@@ -140,14 +140,15 @@ class Network:
             self._send_round(rounds[0], _PROBE_NBYTES, probes)
         else:
             self._ring(_PROBE_NBYTES, probes)
-        rates = torch.zeros(len(self.members), dtype=torch.float64)
+        rates = torch.zeros(len(self.members), dtype=torch.float64, device="cpu")
         rates[self.members.index(self.me.rank)] = max(
             (each.nbytes / each.seconds for each in probes), default=0
         )
         dist.all_reduce(rates)
         nbytes = payload_nbytes(rates.tolist())
         for pairs in rounds:
-            late = torch.tensor([float(time.monotonic() > self.deadline - _LAST_SECONDS)])
+            is_late = time.monotonic() > self.deadline - _LAST_SECONDS
+            late = torch.tensor([is_late], dtype=torch.float32, device="cpu")
             dist.all_reduce(late)  # all stop together
             if late.item():
                 break

@@ -104,7 +104,6 @@ class Unit:
             shard.__dict__.update(old.param.__dict__)
             full.__dict__.update(old.param.__dict__)
         self.held = HeldParameters(spec, self)
-        self.held.show(self.shards)
 
     @property
     def gathered(self) -> bool:

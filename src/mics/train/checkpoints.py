@@ -54,6 +54,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizer,
         parts: Mapping[str, Any],
+        data_digest: str,
         tell: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -61,6 +62,7 @@ class Checkpoints:
         self._model = model
         self._optimizer = optimizer
         self._parts = parts  # with state_dict and load_state_dict: scheduler, meter, ...
+        self._data_digest = data_digest
         self._tell = tell  # rank 0 shows it, the others do not
         self._saving: mics.Saving | None = None
         self._saved_step = -1
@@ -132,7 +134,7 @@ class Checkpoints:
 
     def _save(self, step: int, *, wait: bool) -> float:
         assert self.dealing is not None
-        extra = {**self._parts, "step": step, "data": self.dealing.as_dict()}
+        extra = {**self._parts, "step": step, "data": {**self.dealing.as_dict(), "digest": self._data_digest}}
         self._saving = mics.save(
             self._config.checkpoint_dir,
             self._model,
@@ -146,13 +148,18 @@ class Checkpoints:
         return self._saving.stall
 
     def _resumed(self, folder: Place, place: "_Place", *, own: bool) -> Resumed:
-        step, dealing = place.step.value, place.dealing.value
+        step, (dealing, digest) = place.step.value, place.data.value
         if dealing.num_ranks != self._me.num_ranks:
             # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
             seed_rank(self._config.seed, step=step, rank=self._me.rank)
         if own and self._me.rank == 0:
             _forget_later(self._config.checkpoint_dir, folder)
         self._tell(f"going on from {folder}, after step {step}")
+        if digest not in (None, self._data_digest):
+            self._tell(
+                "mics: warning: data, seed: expected those of the checkpoint, found other files, weights, "
+                "seq_len or seed: sequences that the run has seen may come again"
+            )
         self._saved_step = step if own else -1
         return Resumed(step=step, folder=folder, dealing=dealing, own=own)
 
@@ -190,12 +197,15 @@ class _Place:
 
     def __init__(self) -> None:
         self.step = _Checked(lambda step: _count(step, least=0))
-        self.dealing = _Checked(
-            lambda data: Dealing(**{name: _count(number, least=1) for name, number in data.items()})
-        )
+        self.data = _Checked(_dealing_and_digest)
 
     def parts(self) -> dict[str, Any]:
-        return {"step": self.step, "data": self.dealing}
+        return {"step": self.step, "data": self.data}
+
+
+def _dealing_and_digest(data: Mapping[str, Any]) -> tuple[Dealing, str | None]:
+    counts = {name: _count(value, least=1) for name, value in data.items() if name != "digest"}
+    return Dealing(**counts), data.get("digest")
 
 
 def _count(value: Any, *, least: int) -> int:

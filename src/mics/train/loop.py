@@ -107,6 +107,7 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         model=model,
         optimizer=optimizer,
         parts={"scheduler": scheduler, "meter": meter, "nonfinite": nonfinite},
+        data_digest=sequences.digest(),
         tell=lambda text: console.print(text, markup=False),
     )
     resumed = checkpoints.resume()

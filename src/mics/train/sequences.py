@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from mics.comm import join_world
 from mics.data import Mixture, Source, TokenData
@@ -60,6 +61,10 @@ def load_text(file: Path | None, *, validation_share: float, seq_len: int) -> By
 class Sequences(Protocol):
     """Where sequences come from. Which ones a step has depends on the step alone, not on who reads them."""
 
+    def digest(self) -> str:
+        """Of all that decides which sequence is where: a run that goes on compares it."""
+        ...
+
     def train(self, step: int, places: Places, *, of: int) -> TensorPair:
         """Those at ``places`` among the ``of`` sequences of a step."""
         ...
@@ -86,6 +91,9 @@ class TextSequences:
     seed: int
     masking: MaskedPacking | None = None
     """Of a masked language model; others predict the next token."""
+
+    def digest(self) -> str:
+        return _digest(xxh3_128_hexdigest(self.text.train.numpy().data), self.seq_len, self.seed)
 
     def train(self, step: int, places: Places, *, of: int) -> TensorPair:
         """Windows that begin anywhere."""
@@ -150,6 +158,11 @@ class ShardSequences:
         self._validation = Mixture(sources, packing, weights=chosen, seed=seed) if sources else None
         self._folder = folders[0]
         self._tokenizer: Tokenizer | None = None
+        shards = [shard.digest for each in folders for shard in each.index.of_split("train")]
+        self._digest = _digest(shards, seq_len, list(weights), seed)
+
+    def digest(self) -> str:
+        return self._digest
 
     def train(self, step: int, places: Places, *, of: int) -> TensorPair:
         return _as_tensors(self._train.batch((step - 1) * of + places))
@@ -182,6 +195,10 @@ class ShardSequences:
 def _sources(folders: Sequence[TokenData], split: Split) -> list[Source]:
     named = [(f"data.shards {each.folder} ({split})", each) for each in folders]
     return [Source(name=name, stream=each.stream(split)) for name, each in named]
+
+
+def _digest(*parts: object) -> str:
+    return xxh3_128_hexdigest(repr(parts).encode())
 
 
 def _as_tensors(packed: PackedSequences) -> TensorPair:
