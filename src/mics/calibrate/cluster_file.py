@@ -15,7 +15,7 @@ from mics.cost.clusters import Link
 from mics.errors import SettingsError
 from mics.utils.numbers import percent
 
-_DOUBTFUL: Final = 0.3  # of a time: a fit that is further off says little
+_DOUBTFUL: Final = 0.6  # of a time: a fit that is further off says little
 
 
 def check_writable(file: Path) -> None:

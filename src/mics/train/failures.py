@@ -148,8 +148,9 @@ def report_failure(log_dir: Path, *, ranks_per_node: int) -> int:
     how = f"exit code {first.exit_code}"
     if first.exit_code < 0:
         how = f"signal {signal.Signals(-first.exit_code).name}"
-    # An error in the settings is the user's to mend, and where in our code it was noticed does not help.
-    shown = first.last_line if "SettingsError" in first.last_line else first.traceback.rstrip()
+    # Settings and files are the user's to mend, and where in our code it was noticed does not help.
+    mended = any(name in first.last_line for name in ("SettingsError", "CheckpointError"))
+    shown = first.last_line if mended else first.traceback.rstrip()
     print(f"\n{shown}", file=sys.stderr)
     print(
         f"mics: rank {first.rank} (node {first.node}) failed with {how}; logs are in {log_dir}",
