@@ -91,7 +91,6 @@ def _losses_by_epoch(output: str) -> dict[int, float]:
 
 
 @pytest.mark.full
-@pytest.mark.xdist_group("minimal")  # one process, and so one run of the fixture
 def test_minimal_trains(uninterrupted: tuple[str, Path]) -> None:
     """Ten epochs, a falling loss and the last two checkpoints."""
     output, folder = uninterrupted
@@ -125,7 +124,6 @@ def killed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.xdist_group("minimal")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_minimal_resumes_on_fewer_ranks(
     killed: Path, uninterrupted: tuple[str, Path], tmp_path: Path

@@ -201,9 +201,9 @@ class _Joining:
     def note(self, *, round_number: int, num_joined: int, complete: bool) -> None:
         """One look at the rendezvous."""
         if complete:
-            if not self._complete:
+            if not self._complete or round_number != self._round:  # a round may begin and end between two looks
                 say(f"all {self._num_hosts} hosts have joined")
-            self._complete = True
+            self._round, self._complete = round_number, True
             return
         if round_number != self._round or self._complete:
             self._round, self._complete, self.num_joined = round_number, False, 0

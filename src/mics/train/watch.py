@@ -71,7 +71,7 @@ class TerminalWatch:
 
     def __init__(self, console: Console, config: TrainConfig, *, num_ranks: int, on_gpu: bool) -> None:
         self._console = console
-        self._rows = Tail(config.run_dir / "metrics.jsonl", start_time=time.time())
+        self._rows = Tail(config.run_dir / "metrics.jsonl")
         self._board = Board(
             num_steps=config.steps,
             on_gpu=on_gpu,
@@ -174,19 +174,26 @@ class TerminalWatch:
 
 
 class Tail:
-    """The lines of a file of JSON that is being written, each once. One of an earlier run is not read."""
+    """The lines of a file of JSON that is being written, each once. Before it is written to it is not read."""
 
-    def __init__(self, path: Path, *, start_time: float) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._start_time = start_time
         self._read_nbytes = 0
+        self._before = self._stamp()  # the kernel's clock of files runs behind ours: compare it with itself
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def read(self) -> list[dict[str, Any]]:
         """What has come since the last call."""
+        found = self._stamp()
+        if found is None or found == self._before or found[2] == self._read_nbytes:
+            return []
         try:
-            found = self._path.stat()
-            if found.st_mtime < self._start_time or found.st_size == self._read_nbytes:
-                return []
             with self._path.open("rb") as file:
                 file.seek(self._read_nbytes)
                 content = file.read()
