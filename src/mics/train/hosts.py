@@ -201,7 +201,8 @@ class _Joining:
     def note(self, *, round_number: int, num_joined: int, complete: bool) -> None:
         """One look at the rendezvous."""
         if complete:
-            if not self._complete or round_number != self._round:  # a round may begin and end between two looks
+            # A round may begin and end between two looks.
+            if not self._complete or round_number != self._round:
                 say(f"all {self._num_hosts} hosts have joined")
             self._round, self._complete = round_number, True
             return

@@ -174,7 +174,7 @@ class TerminalWatch:
 
 
 class Tail:
-    """The lines of a file of JSON that is being written, each once. Before it is written to it is not read."""
+    """The lines of a file of JSON that is being written, each once. One of before is not read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
