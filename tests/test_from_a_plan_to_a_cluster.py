@@ -5,36 +5,22 @@ The first one loses a node. `transformers` load both results.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
-from benchmarks.cluster.network import NamespaceCluster, remove_namespaces
-from benchmarks.cluster.requirements import examine, reason_against
-from benchmarks.cluster.slurm import SlurmCluster, missing_program
+from benchmarks.cluster.network import NamespaceCluster
+from benchmarks.cluster.slurm import SlurmCluster
 
 from tests.doc_blocks import ROOT, blocks_of
-from tests.train.host_runs import ENVIRONMENT, losses, reference_losses
+from tests.train.host_runs import ENVIRONMENT, cluster_name, losses, reference_losses, slurm
+
+__all__ = ["cluster_name", "slurm"]  # fixtures
 
 _PAGE: Final = "docs/from-a-plan-to-a-cluster.md"
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    reason = reason_against(examine())
-    if reason is not None:
-        pytest.skip(f"no namespace cluster on this machine: {reason}")
-    missing = missing_program()
-    if missing is not None:
-        pytest.skip(f"{missing} is not installed (Debian: slurm-wlm, munge)")
-    name = f"mics-guide{os.getpid()}"
-    yield name
-    assert remove_namespaces(name) == [], "the test left namespaces behind"
 
 
 def _commands() -> list[str]:
@@ -44,8 +30,9 @@ def _commands() -> list[str]:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("slurm")
 @pytest.mark.timeout(900)  # under a load that is not ours; three minutes without
-def test_the_page(name: str, tmp_path: Path) -> None:
+def test_the_page(cluster_name: str, tmp_path: Path) -> None:
     """Every command succeeds. The Llama loses a node, and ends with the losses of a run that did not."""
     (tmp_path / "text").mkdir()
     shutil.copy(ROOT / "src/mics/train/fables.txt", tmp_path / "text")
@@ -53,7 +40,7 @@ def test_the_page(name: str, tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     llama = tmp_path / "runs" / "llama-tiny"
     with (
-        NamespaceCluster(3, "1gbit", name=name) as cluster,
+        NamespaceCluster(3, "1gbit", name=cluster_name) as cluster,
         SlurmCluster(cluster, tmp_path / "slurm", gpus=2) as slurm,
     ):
         for command in _commands():

@@ -6,9 +6,14 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import pytest
+from benchmarks.cluster.network import remove_namespaces
+from benchmarks.cluster.requirements import examine, reason_against
+from benchmarks.cluster.slurm import missing_program
 from benchmarks.faults.job import losses_in
 
 from mics.train.launch import _free_port
@@ -31,6 +36,25 @@ ENVIRONMENT: Final = {
     "PYTHONPATH": str(REPOSITORY / "src"),
     "OMP_NUM_THREADS": "1",
 }
+
+
+@pytest.fixture
+def cluster_name() -> Iterator[str]:
+    """Of a namespace cluster, used by nobody else; skips where there can be none."""
+    reason = reason_against(examine())
+    if reason is not None:
+        pytest.skip(f"no namespace cluster on this machine: {reason}")
+    name = f"mics-hosts{os.getpid()}"
+    yield name
+    assert remove_namespaces(name) == [], "the test left namespaces behind"
+
+
+@pytest.fixture
+def slurm() -> None:
+    """Skips where there is no Slurm."""
+    missing = missing_program()
+    if missing is not None:
+        pytest.skip(f"{missing} is not installed (Debian: slurm-wlm, munge)")
 
 
 def last_step(run_dir: Path) -> int:

@@ -9,12 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from benchmarks.cluster.network import NamespaceCluster, namespace_pids, remove_namespaces
-from benchmarks.cluster.requirements import examine, reason_against
+from benchmarks.cluster.network import NamespaceCluster, namespace_pids
 from torch.distributed.run import parse_args
 
 from mics.cli import main
@@ -24,7 +23,9 @@ from mics.train.addresses import reachable_address, set_gloo_interface
 from mics.train.config import LaunchSettings, TrainConfig
 from mics.train.hosts import _Joining, first_host_args, other_hosts_command, plan_hosts
 from mics.train.settings_file import parse_train_config
-from tests.train.host_runs import ENVIRONMENT, SETTINGS, has_saved, losses, reference_losses
+from tests.train.host_runs import ENVIRONMENT, SETTINGS, cluster_name, has_saved, losses, reference_losses
+
+__all__ = ["cluster_name"]  # fixtures
 
 ARGS = ["--name", "big run", "--nodes", "3", "--launch.join-seconds", "60"]
 
@@ -111,16 +112,6 @@ def test_gloo_takes_the_interface_towards_rank_0(monkeypatch: pytest.MonkeyPatch
     assert address is None or not address.startswith("127.")
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
-    reason = reason_against(examine())
-    if reason is not None:
-        pytest.skip(f"no namespace cluster on this machine: {reason}")
-    name = f"mics-hosts{os.getpid()}"
-    yield name
-    assert remove_namespaces(name) == [], "the test left namespaces behind"
-
-
 def wait_until(what: str, condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -144,12 +135,12 @@ def printed_command(folder: Path) -> str:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)  # under a load that is not ours; a minute without
-def test_three_hosts_lose_one_and_go_on_when_it_is_back(name: str, tmp_path: Path) -> None:
+def test_three_hosts_lose_one_and_go_on_when_it_is_back(cluster_name: str, tmp_path: Path) -> None:
     """The printed command starts the others, and the lost one again: no loss differs by a bit."""
     (tmp_path / "run.yaml").write_text(SETTINGS)
     run_dir = tmp_path / "runs" / "job"
     first = [sys.executable, "-m", "mics.cli", "train", "--config", "run.yaml", "--nodes", "3"]
-    with NamespaceCluster(3, "1gbit", name=name) as cluster:
+    with NamespaceCluster(3, "1gbit", name=cluster_name) as cluster:
         hosts = [start(cluster, 0, first, tmp_path)]
         log = tmp_path / "host0.log"
         wait_until("the command", lambda: "1 of 3 hosts have joined" in log.read_text(), 60)
@@ -170,11 +161,11 @@ def test_three_hosts_lose_one_and_go_on_when_it_is_back(name: str, tmp_path: Pat
 
 
 @pytest.mark.full
-def test_a_host_that_does_not_come_is_counted(name: str, tmp_path: Path) -> None:
+def test_a_host_that_does_not_come_is_counted(cluster_name: str, tmp_path: Path) -> None:
     """After the time that was set, one line says how many of how many came."""
     (tmp_path / "run.yaml").write_text(SETTINGS)
     args = ["--config", "run.yaml", "--nodes", "2", "--launch.join-seconds", "2"]
-    with NamespaceCluster(1, "1gbit", name=name) as cluster:
+    with NamespaceCluster(1, "1gbit", name=cluster_name) as cluster:
         host = start(cluster, 0, [sys.executable, "-m", "mics.cli", "train", *args], tmp_path)
         assert host.wait(timeout=100) == 2
     shown = (tmp_path / "host0.log").read_text()

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
-from benchmarks.cluster.network import NamespaceCluster, remove_namespaces
-from benchmarks.cluster.requirements import examine, reason_against
-from benchmarks.cluster.slurm import SlurmCluster, missing_program
+from benchmarks.cluster.network import NamespaceCluster
+from benchmarks.cluster.slurm import SlurmCluster
 
-from tests.train.host_runs import ENVIRONMENT, SETTINGS, has_saved, losses, reference_losses
+from tests.train.host_runs import (
+    ENVIRONMENT,
+    SETTINGS,
+    cluster_name,
+    has_saved,
+    losses,
+    reference_losses,
+    slurm,
+)
+
+__all__ = ["cluster_name", "slurm"]  # fixtures
 
 REPOSITORY: Final = Path(__file__).parents[2]
 RECIPE: Final = REPOSITORY / "examples" / "launch" / "slurm.sbatch"
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
-    reason = reason_against(examine())
-    if reason is not None:
-        pytest.skip(f"no namespace cluster on this machine: {reason}")
-    missing = missing_program()
-    if missing is not None:
-        pytest.skip(f"{missing} is not installed (Debian: slurm-wlm, munge)")
-    name = f"mics-slurm{os.getpid()}"
-    yield name
-    assert remove_namespaces(name) == [], "the test left namespaces behind"
-
-
 @pytest.mark.full
+@pytest.mark.usefixtures("slurm")
 @pytest.mark.timeout(600)  # under a load that is not ours; a minute without
-def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(cluster_name: str, tmp_path: Path) -> None:
     """The file as it is, two nodes of two ranks: Slurm requeues the job, and no loss differs by a bit."""
     (tmp_path / "run.yaml").write_text(SETTINGS)
     (tmp_path / "slurm").mkdir()
     run_dir = tmp_path / "runs" / "job"
     with (
-        NamespaceCluster(3, "1gbit", name=name) as cluster,
+        NamespaceCluster(3, "1gbit", name=cluster_name) as cluster,
         SlurmCluster(cluster, tmp_path / "slurm", gpus=2) as slurm,
     ):
         job = slurm.call(

@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from benchmarks.cluster.launch import host_environment, torchrun_argv
-from benchmarks.cluster.network import NamespaceCluster, remove_namespaces
-from benchmarks.cluster.requirements import examine, reason_against
+from benchmarks.cluster.network import NamespaceCluster
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.job import SMALL, Job
 
 from mics.train.launch import _free_port
+from tests.train.host_runs import cluster_name
 from tests.train.rank_runs import reference_losses
+
+__all__ = ["cluster_name"]  # fixtures
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
@@ -67,18 +69,8 @@ def test_plain_torchrun_restarts_its_ranks(tmp_path: Path) -> None:
     assert job.losses() == reference_losses(tmp_path / "reference", args)
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
-    reason = reason_against(examine())
-    if reason is not None:
-        pytest.skip(f"no namespace cluster on this machine: {reason}")
-    name = f"mics-cut{os.getpid()}"
-    yield name
-    assert remove_namespaces(name) == [], "the test left namespaces behind"
-
-
 @pytest.mark.long
-def test_a_cut_network_is_named_and_the_run_goes_on_after_the_mend(name: str, tmp_path: Path) -> None:
+def test_a_cut_network_is_named_and_the_run_goes_on_after_the_mend(cluster_name: str, tmp_path: Path) -> None:
     """Both sides end in time: one names the rank that is cut off, the other the network to rank 0's node."""
     args = ["--steps", "24", "--checkpoint.interval", "6", "--launch.timeout-seconds", "5"]
     program = ["-m", "mics.cli", "train", "--output-dir", str(tmp_path), "--name", "job", *SMALL, *args]
@@ -93,7 +85,7 @@ def test_a_cut_network_is_named_and_the_run_goes_on_after_the_mend(name: str, tm
                 processes.append(cluster.exec(host, argv, environment, stdout=log, stderr=log))
         return processes
 
-    with NamespaceCluster(2, "8mbit", name=name) as cluster:  # slow, so that there is time to cut it
+    with NamespaceCluster(2, "8mbit", name=cluster_name) as cluster:  # slow, so that there is time to cut it
         processes = start(cluster, "first")
         wait_until(lambda: (run_dir / "checkpoints/latest").exists() and last_step(run_dir) >= 8, 100)
         cluster.cut(1)
