@@ -166,6 +166,7 @@ def test_layerdrop_by_rank(pool: RankPool, partition_size: int) -> None:
         for size in SIZES
         # One size each, in turn: seconds are waited for in every case.
         if (fault, size) in QUICK or size == SIZES[(index + 1) % 3]
+        if (fault, size) != ("audit_replicas", 4)  # there is no replica, and so no collective
     ],
 )
 def test_one_rank_goes_another_way(pool: RankPool, fault: str, partition_size: int) -> None:
