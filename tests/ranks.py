@@ -206,6 +206,7 @@ def _describe(error: BaseException, rank: int) -> RankError:
 
 def _answer(seat: _Seat, place: Place | None, payload: bytes) -> Answer:
     rank = -1 if place is None else place.rank
+    variables = dict(os.environ)
     try:
         if place is not None:
             seat.take(place)
@@ -214,6 +215,8 @@ def _answer(seat: _Seat, place: Place | None, payload: bytes) -> Answer:
     except Exception as error:
         return Answer(rank, error=_describe(error, rank))
     finally:
+        os.environ.clear()  # what a task sets is gone with it
+        os.environ.update(variables)
         gc.collect()  # a model holds its process groups through reference cycles of hooks
         seat.keep_imported()
 

@@ -45,6 +45,15 @@ def _group_exists() -> tuple[bool, str | None]:
     return dist.is_initialized(), os.environ.get("WORLD_SIZE")
 
 
+def _set_variable(name: str) -> None:
+    os.environ[name] = "set"
+    del os.environ["HF_HUB_OFFLINE"]
+
+
+def _variables() -> dict[str, str]:
+    return dict(os.environ)
+
+
 def _square(number: int) -> int:
     return number * number
 
@@ -118,3 +127,10 @@ def test_map_keeps_the_order_of_its_items() -> None:
     from tests.ranks import POOL
 
     assert POOL.map(_square, [(n,) for n in range(7)]) == [n * n for n in range(7)]
+
+
+def test_what_a_task_sets_in_the_environment_is_gone_after_it() -> None:
+    """Or every later test of the process would train with it."""
+    before = run_ranks(2, _variables)
+    run_ranks(2, _set_variable, "MICS_CLUSTER")
+    assert run_ranks(2, _variables) == before
