@@ -30,7 +30,8 @@ _BENCH_SYSTEMS: Final = {
 """What runs in place of a row's system. ZeRO-3 of 2021 is in no package any more."""
 _GPUS: Final = {"p3dn": "v100", "p4d": "a100", "p4de": "a100", "dgx-a100": "a100"}
 _THIS_TFLOPS: Final = 450e12  # of an H200 with recomputation, for the time that a run will take
-_STEP_SECONDS: Final = 3.0  # of this machine, that a step may take
+_WHOLE_SECONDS: Final = 3.6  # a step of the whole model may take
+_STEP_SECONDS: Final = 1.2  # a step of fewer blocks should take
 _MIN_LAYERS: Final = 4
 _WARMUP, _STEPS = 3, 2
 
@@ -83,13 +84,12 @@ class Job:
 
 
 def layers_of(point: Point) -> int | None:
-    """Blocks that run within a few seconds a step; None: all of them do."""
+    """Blocks that run; None: all of them, in a few seconds a step."""
     setting = setting_of(point)
-    flops = setting.model.flops(setting.tokens, recomputed=True) * setting.accumulation
-    share = _STEP_SECONDS * _THIS_TFLOPS / flops
-    if share >= 1:
+    seconds = setting.model.flops(setting.tokens, recomputed=True) * setting.accumulation / _THIS_TFLOPS
+    if seconds <= _WHOLE_SECONDS:
         return None
-    return max(_MIN_LAYERS, int(share * setting.model.num_blocks) // 2 * 2)
+    return max(_MIN_LAYERS, int(_STEP_SECONDS / seconds * setting.model.num_blocks) // 2 * 2)
 
 
 def jobs_of(row: Row, peers: Sequence[PeerAtBest] = ()) -> Iterator[Job]:
