@@ -40,7 +40,7 @@ def _result(experiment: str, tflops: float | None = None) -> Result:
     if tflops is not None:
         jobs = list(jobs_of(rows[0], [peer]))
         row = {"error": None, "step_seconds": [1.0, 0.9, 1.1], "outcomes": []}
-        found = [measured_of(job, row, "mics bench ...", None) for job in jobs]
+        found = [measured_of(job, row, "mics bench ...") for job in jobs]
         measured = tuple(replace(each, tflops=tflops) if each.role == "row" else each for each in found)
     return Result(
         experiment=experiment, predicted=predicted, peers={rows[0].key: [peer, small]}, measured=measured
@@ -138,7 +138,7 @@ def test_measurements_are_commands_of_mics_bench(experiment: str) -> None:
 def test_a_failure_is_a_result() -> None:
     row = BY_KEY["gpt-175b/mics"]
     job = Job(key=row.key, role="row", system="mics", point=usual_point(row))
-    found = measured_of(job, {}, "mics bench", "OutOfMemoryError: no")
+    found = measured_of(job, {"error": "OutOfMemoryError: no"}, "mics bench")
     assert found.error == "OutOfMemoryError: no" and found.tflops is None
     result = replace(_result("gpt-175b"), measured=(found,))
     assert result.emulated(row) is None
@@ -234,14 +234,14 @@ def test_a_command_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     row = BY_KEY["gpt-100b/mics-scaling"]
     ours, theirs = jobs_of(row)
     done = replace(
-        measured_of(ours, {"step_seconds": [2.0, 2.0, 2.0]}, "", None),
+        measured_of(ours, {"step_seconds": [2.0, 2.0, 2.0]}, ""),
         command=shlex.join(["mics", "bench", *ours.arguments(Path("elsewhere"))]),
     )
     write(replace(_result("gpt-100b"), measured=(done,)), tmp_path)
     known = measured_today("gpt-100b", tmp_path)
     assert known == (done,)
-    again = measure([ours], tmp_path, known)
-    assert next(again).step_seconds == 2.0
+    (again,) = measure([ours], tmp_path, known)
+    assert again.step_seconds == 2.0
     assert replace(_result("gpt-100b"), measured=known).emulated(row) is None
     assert theirs.point.cluster == "p4d.24xlarge:16"
 

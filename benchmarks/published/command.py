@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -82,8 +82,8 @@ def main(args: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "benchmarks.published", *words])
     file = None
     for experiment in chosen:
-        for result in repeat(experiment, config):  # as far as it has come: a later run goes on from there
-            file = write(replace(result, command=command), config.results)
+        result = replace(repeat(experiment, config), command=command)
+        file = write(result, config.results)  # a later run of the day goes on from there
         print("\n".join(page.section(result)), flush=True)
     assert file is not None
     file.with_suffix(".md").write_text(page.document(file))
@@ -96,8 +96,8 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def repeat(experiment: str, config: Published) -> Iterator[Result]:
-    """One experiment: predict, then measure. A result after each measurement."""
+def repeat(experiment: str, config: Published) -> Result:
+    """One experiment: predict, then measure."""
     began = time.perf_counter()
     rows = rows_of(experiment)
     predicted = {row.key: predict_row(row) for row in rows}
@@ -106,17 +106,15 @@ def repeat(experiment: str, config: Published) -> Iterator[Result]:
     versions = f"mics {mics.__version__}, torch {torch.__version__}, python {platform.python_version()}"
     found = Result(experiment=experiment, predicted=predicted, peers=peers, versions=f"{versions}, no GPU")
     if config.plan_only:
-        yield replace(found, seconds=time.perf_counter() - began)
-        return
+        return replace(found, seconds=time.perf_counter() - began)
     jobs = [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]
-    for measured in measure(jobs, config.out / experiment, measured_today(experiment, config.results)):
-        found = replace(
-            found,
-            measured=(*found.measured, measured),
-            versions=f"{versions}, {hardware()}",
-            seconds=time.perf_counter() - began,
-        )
-        yield found
+    measured = measure(jobs, config.out / experiment, measured_today(experiment, config.results))
+    return replace(
+        found,
+        measured=tuple(measured),
+        versions=f"{versions}, {hardware()}",
+        seconds=time.perf_counter() - began,
+    )
 
 
 def listed() -> list[str]:

@@ -5,7 +5,6 @@ Every measurement is a call of `mics bench`, printed before it is made, so that 
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
@@ -121,53 +120,56 @@ def _at_best(row: Row, peer: PeerAtBest) -> Point:
 
 
 def _ends(row: Row) -> list[Point]:
-    """The plausible points with the lowest and the highest prediction; one where nothing is open."""
+    """The plausible points with the lowest and the highest prediction; one where nothing is open.
+
+    Of a ratio the usual point, and of weak scaling the smallest: it has the least to hide communication behind.
+    """
     points = list(row.points())
     ordered = sorted(
         [point for point in points if fits(point)] or points,
         key=lambda point: prediction(point).hardware_tflops,
     )
+    if row.measure is Measure.SCALING:
+        return [min(points, key=lambda point: point.micro_batch * point.accumulation * point.seq_len)]
     if row.measure is not Measure.TFLOPS:
         return [usual_point(row)]
     return ordered[:1] if len(ordered) < 2 else [ordered[0], ordered[-1]]
 
 
-def measure(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> Iterator[Measured]:
-    """Call `mics bench` for each job, unless it is ``known``; equal ones once."""
+def measure(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:
+    """Make the calls of `mics bench` in one process, but for what is ``known``; equal ones once."""
     done = {_without_folder(each.command): each for each in known if each.error is None}
-    for number, job in enumerate(jobs):
-        out = folder / f"{job.key.replace('/', '-')}-{number}"
-        same = _without_folder(_command(job, out))
-        if same not in done:
-            done[same] = _measure(job, out)
-        yield replace(done[same], key=job.key, role=job.role)
+    commands = [_command(job, folder) for job in jobs]
+    new = {command: job for command, job in zip(commands, jobs, strict=True) if command not in done}
+    done |= {found.command: found for found in _measure_all(list(new.values()), folder)}
+    return [
+        replace(done[command], key=job.key, role=job.role)
+        for command, job in zip(commands, jobs, strict=True)
+    ]
+
+
+def _measure_all(jobs: Sequence[Job], folder: Path) -> Iterator[Measured]:
+    from mics.bench.command import bench_together
+
+    for job in jobs:
+        print(_command(job, folder), flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    calls = [job.arguments(folder) for job in jobs]
+    for job, rows in zip(jobs, bench_together(calls) if calls else [], strict=True):
+        yield measured_of(job, rows[0].as_dict(), _command(job, folder))  # the first is of the whole model
 
 
 def _command(job: Job, out: Path) -> str:
-    return shlex.join(["mics", "bench", *job.arguments(out)])
+    return _without_folder(shlex.join(["mics", "bench", *job.arguments(out)]))
 
 
 def _without_folder(command: str) -> str:
     return command.partition(" --out ")[0]
 
 
-def _measure(job: Job, out: Path) -> Measured:
-    from mics.bench.command import bench
-
-    command = _command(job, out)
-    print(command, flush=True)
-    problem = None
-    try:
-        bench(job.arguments(out))
-        row = json.loads((out / "bench.json").read_text())["rows"][0]  # of the whole model
-    except Exception as error:
-        row, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return measured_of(job, row, command, problem)
-
-
-def measured_of(job: Job, row: dict[str, Any], command: str, problem: str | None) -> Measured:
+def measured_of(job: Job, row: dict[str, Any], command: str) -> Measured:
     """From the row that `mics bench` wrote."""
-    setting, error = setting_of(job.point), problem or row.get("error") or row.get("shortage")
+    setting, error = setting_of(job.point), row.get("error") or row.get("shortage")
     seconds = None if error else _median(row["step_seconds"])
     flops = setting.model.flops(setting.tokens, recomputed=setting.activations.checkpoint)
     peaks = [outcome.get("peak_allocated_nbytes") for outcome in row.get("outcomes", [])]

@@ -12,6 +12,7 @@ import pytest
 
 from mics.bench.clock import GpuClock
 from mics.bench.command import _draw as draw_rows
+from mics.bench.command import bench_together
 from mics.bench.config import BenchConfig, Training
 from mics.bench.job import Job
 from mics.bench.models import BENCH_MODELS
@@ -377,3 +378,18 @@ def test_a_device_with_more_memory_says_what_the_emulated_one_lacks() -> None:
     assert fits.shortage is None
     assert too_large.shortage == "needs 43.0 GiB of the 39.0 GiB that a program has there"
     assert any("would not run: needs 43.0 GiB" in line for line in verdict([too_large]))
+
+
+def test_calls_together_are_rows_of_each(tmp_path: Path) -> None:
+    """One process makes the runs of two calls: a whole model, and one that is scaled from two depths."""
+    common = ["--model", "gpt-tiny", "--cluster", "p4d.24xlarge:2", "--device", "cpu", "--repeats", "1"]
+    common += ["--warmup", "0", "--steps", "1", "--micro-batch", "1", "--out", str(tmp_path)]
+    whole, scaled = bench_together(
+        [
+            [*common, "--systems", "mics", "--partition-size", "8"],
+            [*common, "--systems", "hsdp", "--partition-size", "16", "--layers", "2"],
+        ]
+    )
+    assert [(row.run.system, row.run.job.partition_size) for row in whole] == [("mics", 8)]
+    assert [row.run.system for row in scaled] == ["hsdp"] * 3
+    assert all(row.outcomes for row in (*whole, *scaled)) and not any(tmp_path.iterdir())

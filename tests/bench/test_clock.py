@@ -15,7 +15,7 @@ from torch import Tensor
 import mics
 from mics.bench.clock import GpuClock, StepWork, Term, measure_clock, measure_clocks
 from mics.bench.config import BenchConfig, Training
-from mics.bench.depths import along, two_depths, with_whole_models
+from mics.bench.depths import along, missing_nbytes, two_depths, with_whole_models
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
@@ -201,7 +201,7 @@ def _outcome(run: Run, base: float, slope: float) -> Outcome:
 
 
 def test_the_whole_model_is_on_the_line_through_two_depths() -> None:
-    """Times, memory and bytes; the two that ran are shown beside it, and who ran what is said."""
+    """Times and bytes; memory by arithmetic. The two that ran are beside it, and who ran what is said."""
     jobs = two_depths(JOB, 8)
     runs = interleave(["mics", "hsdp"], [(job, SLOW) for job in jobs], repeats=2, record=True)
     outcomes = [_outcome(run, 2.0, 0.25 if run.system == "mics" else 0.5) for run in runs]
@@ -212,7 +212,9 @@ def test_the_whole_model_is_on_the_line_through_two_depths() -> None:
     assert whole[0].step_seconds[1] == pytest.approx(2.0 + 12 * 0.25)
     assert whole[1].step_seconds[1:] == pytest.approx((2.0 + 12 * 0.5, 1.1 * 8.0))
     good = whole[0].good[0]
-    assert good.peak_allocated_nbytes == 1000 + 120
+    missing = missing_nbytes(next(run for run in runs if run.job is jobs[1]))
+    assert missing is not None and missing > 0
+    assert good.peak_allocated_nbytes == 1000 + 80 + missing
     assert good.exposure is not None
     assert (good.exposure.idle_seconds, good.exposure.link_nbytes) == (0.5, {"intra": 0.0, "inter": 1200.0})
     heads, lines = cells(rows)
@@ -225,6 +227,19 @@ def test_the_whole_model_is_on_the_line_through_two_depths() -> None:
     said = verdict(rows)
     assert sum("has the shortest step" in line for line in said) == 3
     assert any("12, scaled from 4 and 8 of 12 blocks" in line for line in said)
+
+
+def test_missing_blocks_hold_states_and_activations() -> None:
+    """Of every block the same; of a system that the planner does not know, nothing is said."""
+    cluster = find_cluster("p4d.24xlarge:2")
+    jobs = two_depths(replace(JOB, partition_size=8), 8)
+    runs = interleave(["hsdp", "ddp"], [(job, cluster) for job in jobs], repeats=1, record=False)
+    four, eight = (missing_nbytes(run) for run in runs if run.system == "hsdp")
+    assert four == 2 * eight > 0
+    assert {missing_nbytes(run) for run in runs if run.system == "ddp"} == {None}
+    (whole, *_), found = with_whole_models(runs, [_outcome(run, 2.0, 0.25) for run in runs])
+    ddp = next(outcome for outcome, run in zip(found, (whole, *_), strict=True) if run.system == "ddp")
+    assert ddp.peak_allocated_nbytes == 1000 + 120
 
 
 def test_depths_that_cannot_be_scaled_say_so() -> None:

@@ -31,7 +31,7 @@ from mics.errors import SettingsError
 from mics.models import GPTConfig
 from mics.models.gpt import Block
 
-_SECONDS: Final = {"cuda": 0.2, "cpu": 0.02}  # of each timing: a GPU's clock falls under load
+_SECONDS: Final = {"cuda": 0.1, "cpu": 0.02}  # of each timing: a GPU's clock falls under load
 _COPIED_NBYTES: Final = {"cuda": 2**29, "cpu": 2**24}
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -79,6 +80,34 @@ def bench(args: Sequence[str]) -> int:
             signal.signal(signal.SIGTERM, before)
     rows = summarise(*with_whole_models(plan.runs, outcomes), _peak())
     return _publish(rows, config, shlex.join(["mics", "bench", *args]))
+
+
+def bench_together(calls: Sequence[Sequence[str]]) -> list[list[Row]]:
+    """The rows of several calls of ``mics bench`` on emulated clusters, by one process: it starts once.
+
+    All have the first call's number of steps, GPU and folder. No step is looked into, nothing is written.
+    """
+    configs = [parse(BenchConfig, args, prog="mics bench") for args in calls]
+    runs: list[Run] = []
+    ends = [0]
+    for config in configs:
+        config.check()
+        own = interleave(config.systems, _rows(config), repeats=config.repeats, record=False)
+        runs += [replace(run, number=ends[-1] + run.number) for run in own]
+        ends.append(len(runs))
+    first = configs[0]
+    plan = RunPlan(
+        runs=_on_clocks(tuple(runs), first.training.as_gpu),
+        num_warmup_steps=first.warmup,
+        num_steps=first.steps,
+        folder=str(first.out.resolve()),
+    )
+    with long_work("bench", len(runs), unit="runs", interval=_LINE_SECONDS) as work:
+        outcomes = supervise(plan, in_one_process, timeout=first.timeout, show=work)
+    return [
+        summarise(*with_whole_models(plan.runs[begin:end], outcomes[begin:end]), _peak())
+        for begin, end in pairwise(ends)
+    ]
 
 
 def emulate(args: Sequence[str]) -> int:

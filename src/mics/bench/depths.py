@@ -1,6 +1,8 @@
 """A model that is too deep to run, from two runs of fewer of its blocks at their true width.
 
-What a block adds is the slope between the two depths: ``time(L) = a + b L``, and so for memory and for bytes.
+What a block adds is the slope between the two depths: ``time(L) = a + b L``, and so for bytes. Memory is that
+of the deeper run, and what the missing blocks would hold by the planner's arithmetic: few blocks have less to
+gather ahead, and a slope would take that for what every block holds.
 """
 
 from __future__ import annotations
@@ -14,9 +16,24 @@ from typing import Final
 from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run
 from mics.bench.timeline import Exposure
+from mics.cost.memory import Keeping
+from mics.cost.setting import Setting
+from mics.cost.shapes import shape_of_config
 from mics.errors import SettingsError
+from mics.planner.systems import SYSTEMS as SIMULATED
 
 _FLAT: Final = "--layers: expected {} blocks to take longer than {}, found no difference; raise it or --steps"
+
+_DIVIDED_AS: Final = {
+    "mics-partition": "mics",
+    "hsdp-kept": "hsdp",
+    "zero2-reduce": "zero2",
+    "deepspeed-zero2": "zero2",
+    "megatron-fsdp-bf16": "megatron-fsdp",
+    "deepspeed-zero3": "zero3",
+    "deepspeed-mics": "mics-published",
+}
+"""Systems that the planner knows by another name."""
 
 
 def two_depths(job: Job, layers: int) -> tuple[Job, Job]:
@@ -32,6 +49,27 @@ def two_depths(job: Job, layers: int) -> tuple[Job, Job]:
         for number in (layers // 2, layers)
     )
     return shallow, deep
+
+
+def missing_nbytes(run: Run) -> int | None:
+    """How much more the whole model needs at its peak; None: the planner does not know the system."""
+    job, cluster = run.job, run.cluster
+    system = SIMULATED.get(_DIVIDED_AS.get(run.system, run.system))
+    if job.whole_layers is None or cluster is None or system is None:
+        return None
+    whole = Setting(
+        model=shape_of_config("whole", replace(job.model, num_layers=job.whole_layers)),
+        cluster=cluster,
+        partition_size=job.partition_size,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        activations=Keeping(checkpoint=job.checkpoint, offload=job.offload),
+        wire_nbytes=job.reduce.itemsize,
+        over_replicas=run.system != "mics-partition",
+    )
+    whole = replace(whole, prefetch=whole.depth)
+    shorter = replace(whole, model=whole.model.with_blocks(job.model.num_layers))
+    return max(0, round(system.need(whole).peak - system.need(shorter).peak))
 
 
 def with_whole_models(
@@ -51,7 +89,8 @@ def with_whole_models(
         first, its_outcome = its.popleft()
         depths = (first.job.model.num_layers, run.job.model.num_layers)
         whole = replace(run, job=_whole(run.job), scaled_from=depths)
-        wholes.append((whole, _scaled(its_outcome, outcome, depths, layers)))
+        scaled = _scaled(its_outcome, outcome, depths, layers, missing=missing_nbytes(run))
+        wholes.append((whole, scaled))
         shallow.append((first, its_outcome))
         deep.append((run, outcome))
     found = [*wholes, *shallow, *deep]
@@ -69,7 +108,9 @@ def along(depths: tuple[int, int], layers: int, shallow: float, deep: float) -> 
     return max(0.0, deep + (layers - depths[1]) * slope)
 
 
-def _scaled(shallow: Outcome, deep: Outcome, depths: tuple[int, int], layers: int) -> Outcome:
+def _scaled(
+    shallow: Outcome, deep: Outcome, depths: tuple[int, int], layers: int, *, missing: int | None
+) -> Outcome:
     for outcome in (shallow, deep):
         if outcome.error is not None:
             return replace(deep, error=outcome.error)
@@ -81,6 +122,10 @@ def _scaled(shallow: Outcome, deep: Outcome, depths: tuple[int, int], layers: in
         found = at(getattr(shallow, name), getattr(deep, name))
         return None if found is None else round(found)
 
+    def memory(name: str) -> int | None:
+        found: int | None = getattr(deep, name)
+        return whole_number(name) if found is None or missing is None else found + missing
+
     # The fastest with the fastest, the slowest with the slowest.
     pairs = zip(sorted(shallow.step_seconds), sorted(deep.step_seconds), strict=True)
     step_seconds = [along(depths, layers, *pair) for pair in pairs]
@@ -90,8 +135,8 @@ def _scaled(shallow: Outcome, deep: Outcome, depths: tuple[int, int], layers: in
         deep,
         step_seconds=step_seconds,
         host_seconds=at(shallow.host_seconds, deep.host_seconds),
-        peak_allocated_nbytes=whole_number("peak_allocated_nbytes"),
-        peak_reserved_nbytes=whole_number("peak_reserved_nbytes"),
+        peak_allocated_nbytes=memory("peak_allocated_nbytes"),
+        peak_reserved_nbytes=memory("peak_reserved_nbytes"),
         uplink_nbytes=whole_number("uplink_nbytes"),
         exposure=_exposure(shallow.exposure, deep.exposure, depths, layers),
     )

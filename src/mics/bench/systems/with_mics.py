@@ -8,7 +8,7 @@ import mics
 from mics.bench.job import Job
 from mics.bench.systems.loop import Loop, Microsteps
 from mics.bench.systems.start import device_of, materialise, meta_model
-from mics.cost.memory import Keeping
+from mics.cost.memory import USABLE, Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import shape_of_config
 from mics.emulator import emulated_cluster
@@ -58,7 +58,13 @@ def _prefetch_of_whole(job: Job) -> mics.Prefetch | Literal["auto"]:
         wire_nbytes=job.reduce.itemsize,
     )
     nbytes = job.model.num_parameters * job.param.itemsize
-    return mics.Prefetch(units=whole.depth, stay_nbytes=round(whole.staying_share * nbytes))
+    largest = whole.model.largest_numel * job.param.itemsize
+    room = max(0.0, cluster.memory_nbytes * USABLE - replace(whole, prefetch=1).need().peak)
+    return mics.Prefetch(
+        units=whole.depth,
+        nbytes=round(largest + room) if room < whole.depth * largest else None,
+        stay_nbytes=round(whole.staying_share * nbytes),
+    )
 
 
 build_mics_partition = partial(build_mics, optimizer_sharding="partition")
