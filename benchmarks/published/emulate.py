@@ -122,7 +122,7 @@ def _at_best(row: Row, peer: PeerAtBest) -> Point:
 def _ends(row: Row) -> list[Point]:
     """The plausible points with the lowest and the highest prediction; one where nothing is open.
 
-    Of a ratio the usual point, and of weak scaling the smallest: it has the least to hide communication behind.
+    Of a ratio the usual point, and of weak scaling the smallest: it has the least to hide anything behind.
     """
     points = list(row.points())
     ordered = sorted(
