@@ -115,7 +115,9 @@ def _recipe(build: Any, **options: Any) -> Recipe:
     return Recipe(build=build, batch=_batch, loss=_loss, **options)
 
 
-@pytest.mark.parametrize("build", [_gpt2, _llama, pytest.param(_bert, marks=pytest.mark.full), _t5])
+@pytest.mark.parametrize(
+    "build", [_gpt2, *(pytest.param(build, marks=pytest.mark.full) for build in (_llama, _bert)), _t5]
+)
 def test_models_train_like_plain(build: Any) -> None:
     """GPT-2, Llama, BERT and T5: losses, gradients, parameters and optimizer state."""
     recipe = _recipe(build)

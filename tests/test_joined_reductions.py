@@ -103,8 +103,7 @@ def _steady(
     return calls, nbytes
 
 
-@pytest.mark.parametrize("partition_size", [8, 16])
-@pytest.mark.parametrize("sharding", ["world", "partition"])
+@pairwise.parametrize(strength=1, sharding=["world", "partition"], partition_size=[8, 16])
 def test_many_tiny_units_are_few_collectives(partition_size: int, sharding: str) -> None:
     """Thirty layers and an embedding: one hop 1 a micro-step, and one hop 2. Gathers and bytes stay."""
     calls, nbytes = _steady(None, partition_size, True, sharding)
@@ -239,7 +238,9 @@ _SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pairwise.parametrize(full_strength=2, name=list(_MODELS), sharded=list(_SHARDED), announced=[True, False])
+@pairwise.parametrize(
+    strength=1, full_strength=2, name=list(_MODELS), sharded=list(_SHARDED), announced=[True, False]
+)
 def test_joined_reductions_give_the_same_bits(name: str, sharded: str, announced: bool) -> None:
     """Over gloo in float32, with accumulation and clipping: two partition groups, and one of two stages."""
     args, settings = (announced, announced), _SHARDED[sharded]
@@ -309,8 +310,7 @@ def _after_a_failure(joining: Joining, error: type[BaseException], announced: bo
     return [unit.master.detach().clone() for unit in engine_of(model).units]
 
 
-@pytest.mark.parametrize("announced", [True, False])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pairwise.parametrize(strength=1, error=[ValueError, KeyboardInterrupt], announced=[True, False])
 def test_a_backward_that_is_broken_off_leaves_nothing(error: type[BaseException], announced: bool) -> None:
     """By an error or by Ctrl-C, on all ranks: what waited is not counted in the next step."""
     together, apart = (

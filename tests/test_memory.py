@@ -111,7 +111,10 @@ def _train_and_measure(
 
 
 @pairwise.parametrize(
-    sizes=[(4, 2), (4, 4), (6, 3), (4, 1)], optimizer_sharding=["world", "partition"], prefetch=[0, 2]
+    strength=1,
+    sizes=[(4, 2), (4, 4), (6, 3), (4, 1)],
+    optimizer_sharding=["world", "partition"],
+    prefetch=[0, 2],
 )
 def test_every_term_equals_its_formula(
     sizes: tuple[int, int], optimizer_sharding: str, prefetch: int
@@ -145,7 +148,7 @@ def test_every_term_equals_its_formula(
         assert padded <= terms["numel"] + terms["num_params"] * 8 + 8 * world_size * 5
 
 
-@pytest.mark.parametrize("partition_size", [2, 4])
+@pytest.mark.parametrize("partition_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_nothing_else_grows_with_the_model(partition_size: int) -> None:
     """Bytes of live tensors beyond the named terms do not depend on the width of the model."""
     unnamed = [
@@ -195,6 +198,7 @@ def _arena(
         for activations in [None, mics.Activations()]
         for low_memory in [False, True]
     ],
+    strength=1,
 )
 def test_gathered_units_of_models_that_are_no_plain_chain(
     tied: bool, num_frozen: int, activations: mics.Activations | None, low_memory: bool
@@ -265,7 +269,9 @@ def _wire(partition_size: int, sharding: str, low_memory: bool) -> list[tuple[in
     return found
 
 
-@pairwise.parametrize(partition_size=[1, 2, 4], sharding=["world", "partition"], low_memory=[False, True])
+@pairwise.parametrize(
+    strength=1, partition_size=[1, 2, 4], sharding=["world", "partition"], low_memory=[False, True]
+)
 def test_chunks_on_their_way(partition_size: int, sharding: str, low_memory: bool) -> None:
     """Flat and in two stages, with replicas, with masters that are cast, with a narrower wire."""
     for found in run_ranks(4, _wire, partition_size, sharding, low_memory, ranks_per_node=2):

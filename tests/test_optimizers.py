@@ -50,6 +50,12 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("ASGD", {"lr": 0.1}),
     ("Rprop", {"lr": 0.01}),
 ]
+_QUICK = {
+    ("SGD", "lr", "momentum", "nesterov", "foreach"),
+    ("SGD", "lr", "momentum", "fused"),
+    ("Adam", "lr", "amsgrad", "maximize"),
+    ("AdamW", "lr"),
+}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
         pytest.param(
             *(name, options),
             id=f"{name}-{'-'.join(options)}",
-            marks=() if name.startswith(("SGD", "Adam")) and len(options) != 2 else pytest.mark.full,
+            marks=() if (name, *options) in _QUICK else pytest.mark.full,
         )
         for name, options in OPTIMIZERS
     ],

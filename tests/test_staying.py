@@ -316,7 +316,7 @@ def _ahead(memory_nbytes: list[float], low_memory: bool) -> tuple[int, int | Non
     return prefetch.units, prefetch.nbytes
 
 
-@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("low_memory", [pytest.param(False, marks=pytest.mark.full), True])
 def test_auto_looks_no_further_ahead_than_memory_is_left(low_memory: bool) -> None:
     """Beside one unit, which has been there, and the optimizer's state, which is to come. For all ranks."""
     block = 12 * 256 * 256 * 4 + 4096  # bytes, with norms

@@ -109,7 +109,9 @@ def _trained(
     return {"norms": norms, "state": mics.full_state_dict(model)}
 
 
-@pytest.mark.parametrize("partition_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "partition_size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)]
+)
 def test_a_default_device_of_no_use(tmp_path: Path, partition_size: int) -> None:
     """With ``meta`` as the default device a model on the CPU trains, saves, loads and is audited as ever."""
     import mics
@@ -124,9 +126,9 @@ def test_a_default_device_of_no_use(tmp_path: Path, partition_size: int) -> None
     ("built", "default"),
     [
         (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float64),
+        pytest.param(torch.float32, torch.float64, marks=pytest.mark.full),
         (torch.float64, torch.float64),
-        (torch.float64, torch.bfloat16),
+        pytest.param(torch.float64, torch.bfloat16, marks=pytest.mark.full),
     ],
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import pairwise, toys
+from tests import pairwise, tiers, toys
 from tests.ranks import run_ranks
 from tests.reference import adamw
 
@@ -202,7 +202,7 @@ def test_prefetch_moves_nothing_more(partition_size: int, announced: bool) -> No
 
 def test_hop_two_is_independent_of_accumulation() -> None:
     """One, two or five micro-steps: the replication axis sees the same calls and bytes."""
-    for announced in (True, False):
+    for announced in tiers.some([True, False]):
         seen = []
         for accumulation in (1, 2, 5):
             phases = run_ranks(4, _phases, 2, "world", accumulation, announced, False, False)[0]

@@ -14,6 +14,7 @@ from mics.calibrate.collectives import KINDS, sizes
 from mics.calibrate.fit import TINY_NBYTES, CollectiveTime, Division, fit_links, worst_error
 from mics.cost.clusters import Cluster, Link
 from mics.cost.collectives import Kind, Span
+from tests import tiers
 
 _SIZES = sizes(1 << 30)
 
@@ -54,7 +55,7 @@ _links = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8 if tiers.quick else 30, deadline=None)
 @given(
     intra=_links,
     inter=_links,

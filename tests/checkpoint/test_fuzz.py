@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mics.checkpoint.opening import open_checkpoint
 from mics.errors import CheckpointError
+from tests import tiers
 from tests.checkpoint.hostile import (
     Trained,
     copied,
@@ -37,7 +38,11 @@ _JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-_fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_fuzz = settings(
+    max_examples=20 if tiers.quick else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 def _places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -14,7 +14,13 @@ def _tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, TINY.vocab_size, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", GPT_SIZES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if size.num_layers <= 48 else pytest.mark.full)
+        for name, size in GPT_SIZES.items()
+    ],
+)
 def test_every_size_has_the_parameters_it_says(name: str) -> None:
     """The closed formula equals the sum over the module; meta costs no memory, so large ones count too."""
     with torch.device("meta"):

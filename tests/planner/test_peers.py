@@ -171,9 +171,9 @@ def test_older_kernels_are_slower_and_save_more() -> None:
 @pytest.mark.parametrize(
     ("model", "cluster", "batch", "published"),
     [
-        ("gpt-100b", "p4d.24xlarge:64", 8192, 170),
+        pytest.param("gpt-100b", "p4d.24xlarge:64", 8192, 170, marks=pytest.mark.full),
         ("gpt-175b", "p4de.24xlarge:16", 2048, 169),
-        ("gpt-1t", "p4de.24xlarge:64", 4096, 176),
+        pytest.param("gpt-1t", "p4de.24xlarge:64", 4096, 176, marks=pytest.mark.full),
     ],
 )
 def test_the_plan_with_their_kernels_is_near_what_they_published(
