@@ -150,11 +150,13 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
 def pair_cases() -> list[Case]:
     """Cases of `quick_cases` in which all pairs of settings meet; not every world is among them.
 
-    Worlds of five and seven ranks are left out: their only partition sizes are one and all.
+    Worlds of five and seven ranks are left out: their only partition sizes are one and all. Of six ranks
+    there is one case with three replicas, and one with two replicas of three ranks.
     """
-    cases = [case for case in quick_cases() if case.world_size not in (5, 7)]
+    cases = [case for case in quick_cases() if case.world_size not in (5, 6, 7)]
     rows = [tuple(getattr(case, name) for name in SETTINGS) for case in cases]
-    return [cases[index] for index in pairwise.cover(rows)]
+    of_six = {case.partition_size: case for case in quick_cases() if case.world_size == 6}
+    return [*(cases[index] for index in pairwise.cover(rows)), of_six[2], of_six[3]]
 
 
 def full_cases(max_world_size: int = 8) -> list[Case]:

@@ -265,6 +265,8 @@ def _worker(conn: Connection, index: int, stacks: str) -> None:
 # which takes seconds; what is missing on a machine is passed over.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis"]
 _PRELOADED += ["mics", "mics.checkpoint", "mics.train.loop"]
+# What takes two seconds in each worker, and few tests need: where the tests at hand have imported it.
+_PRELOADED_WITH = {"transformers": "transformers.models.gpt2.modeling_gpt2"}
 
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -458,7 +460,8 @@ class RankPool:
                 timeout=timedelta(seconds=self.timeout_s),
             )
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        asked = [module for package, module in _PRELOADED_WITH.items() if package in sys.modules]
+        context.set_forkserver_preload([*_PRELOADED, *asked])
         with _environment(_WORKER_ENVIRONMENT):
             while len(self._workers) < num_workers:
                 parent_end, child_end = context.Pipe()

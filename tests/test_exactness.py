@@ -165,10 +165,11 @@ def test_the_quick_grid_covers_every_pair() -> None:
     cases, pairs, full = grid.quick_cases(), grid.pair_cases(), grid.full_cases()
     assert set(pairs) < set(cases) and len(pairs) < len(cases) / 2
     for first, second in combinations(grid.SETTINGS, 2):
-        for some, all_cases in ((cases, full), (pairs, [c for c in full if c.world_size not in (5, 7)])):
+        for some, all_cases in ((cases, full), (pairs, [c for c in full if c.world_size not in (5, 6, 7)])):
             wanted = {(getattr(c, first), getattr(c, second)) for c in all_cases}
-            assert {(getattr(c, first), getattr(c, second)) for c in some} == wanted
+            assert {(getattr(c, first), getattr(c, second)) for c in some} >= wanted
     assert {(c.world_size, c.partition_size, c.ranks_per_node) for c in cases} == set(grid.worlds())
+    assert {c.partition_size for c in pairs if c.world_size == 6} == {2, 3}
     assert len(full) == len(set(full)) == len(list(grid.worlds())) * 4 * 16 * 3
 
 

@@ -69,7 +69,9 @@ class _Penalised:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full) if name in ("squares", "magnitudes", "distance") else name
+        pytest.param(name, marks=pytest.mark.full)
+        if name in ("squares", "magnitudes", "means", "distance")
+        else name
         for name in PENALTIES
     ],
 )

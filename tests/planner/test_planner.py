@@ -367,7 +367,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "The next smaller partition size",
     ):
         assert words in shown
-    assert main([*request, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
+    smaller = ["plan", "--model", "gpt-1.3b", "--cluster", "p4d.24xlarge:1", "--global-batch", "64"]
+    assert main([*smaller, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
     assert "never, failures come faster" in capsys.readouterr().out
     with readable() as words:
         assert main([*request, "--json", "--html", str(page)]) == 0

@@ -18,11 +18,13 @@ from mics.train.config import CheckpointSettings, TrainConfig
 from mics.train.data import Dealing
 from mics.train.launch import _free_port
 from mics.train.ranks import Rank
+from tests import tiers
 from tests.checkpoint.hostile import alter_own
 from tests.ranks import RankError, run_expecting_error, run_ranks
 from tests.train.rank_runs import train
 
 DROPOUT = ["--model.dropout", "0.1"]
+_ENOUGH = ["--steps", "8"] if tiers.quick else []
 
 
 def run(folder: Path, *args: str, world: int = 4, trouble: str = "", at_step: int = 0) -> tuple[int, str]:
@@ -116,14 +118,14 @@ def test_going_back_makes_the_steps_after_it_history(reference: Path, tmp_path: 
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As the reference, without dropout, which would be drawn by other ranks."""
     folder = tmp_path_factory.mktemp("plain")
-    assert run(folder)[0] == 0
+    assert run(folder, *_ENOUGH)[0] == 0
     return folder
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_fewer_and_more_ranks_go_on_with_the_same_sequences(plain: Path, tmp_path: Path, world: int) -> None:
     """The global batch stays: the losses are those of the plain run but for the order of additions."""
-    args = ("--checkpoint.resume", str(plain / "demo/checkpoints/step-4"))
+    args = ("--checkpoint.resume", str(plain / "demo/checkpoints/step-4"), *_ENOUGH)
     assert run(tmp_path, *args, world=world)[0] == 0
     found, expected = (
         [row["loss"] for row in rows(folder / "demo") if "loss" in row and row["step"] > 4]
