@@ -114,9 +114,9 @@ def _plain(world_size: int, partition_size: int, scenario: str) -> list[list[flo
 _POLICIES = {
     "checkpoint": mics.Activations(),
     "offload": mics.Activations(offload=True),
+    "every other": mics.Activations(every=2, offload=True, keep_last=2),
     "half": mics.Activations(offload_fraction=0.5),
     "bytes": mics.Activations(offload_bytes=200_000, keep_last=0),
-    "every other": mics.Activations(every=2, offload=True, keep_last=2),
     "no checkpoint": mics.Activations(checkpoint="none", offload=True),
 }
 
@@ -135,13 +135,13 @@ def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None
 @pairwise.parametrize(
     strength=1,
     full_strength=2,
+    prefetch=["auto", 1, 3],  # first: four cases have them all
     scenario=["micro-steps", "several forwards", "evaluation and failures", "frozen in front"],
     offload=[False, True],
     low_memory=[False, True],
-    prefetch=["auto", 1, 3],
 )
 def test_units_inside_what_is_recomputed(
-    scenario: str, offload: bool, low_memory: bool, prefetch: int | str
+    prefetch: int | str, scenario: str, offload: bool, low_memory: bool
 ) -> None:
     """A block that is no unit is recomputed as a whole; its matrices are gathered one by one."""
     plain = _plain(4, 2, scenario)

@@ -99,6 +99,7 @@ def _draw_words(file: Path, at: float) -> None:
         axes.text(at, 0.5, "many words").set_in_layout(False)
 
 
+@pytest.mark.full
 def test_the_picture_of_where_it_pays(tmp_path: Path) -> None:
     """A panel for each model and partition size; peers that do not fit are named, not drawn."""
     cluster = find_cluster(f"{where_it_pays.ORDINARY}:64")
