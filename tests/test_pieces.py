@@ -318,7 +318,7 @@ def _assigned_and_held(run: Run) -> list[Any]:
     optimizer = sgd(model)
     averages: dict[str, Tensor] = {}
     found: list[Any] = []
-    for step in range(3):
+    for step in range(4):
         run.backward(_loss(model, step))
         for name, p in model.named_parameters():  # a momentum by hand
             if name not in averages:
