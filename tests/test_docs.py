@@ -27,7 +27,7 @@ from typing import Final
 import pytest
 import torch.distributed as dist
 
-from tests.doc_blocks import Block, blocks_of, option, pages, run_blocks, write_files
+from tests.doc_blocks import SHORTER, Block, blocks_of, option, pages, run_blocks, write_files
 from tests.doc_commands import check_command, command_lines
 from tests.ranks import run_ranks
 
@@ -89,3 +89,8 @@ def test_skipped_blocks_say_why() -> None:
     for page, blocks in _BLOCKS.items():
         for block in blocks:
             assert len(block.options.get("skip", "two words").split()) > 1, f"{page}:{block.line}"
+
+
+@pytest.mark.parametrize("page", SHORTER)
+def test_pages_that_are_run_shorter_have_what_is_replaced(page: str) -> None:
+    assert any(SHORTER[page][0] in block.code for block in _BLOCKS[page] if block.runs)
