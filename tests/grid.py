@@ -159,6 +159,20 @@ def pair_cases() -> list[Case]:
     return [*(cases[index] for index in pairwise.cover(rows)), of_six[2], of_six[3]]
 
 
+def other_worlds() -> list[Case]:
+    """Of `quick_cases` one for every world that `pair_cases` do not have."""
+    known = {_world(case) for case in pair_cases()}
+    first: dict[tuple[int, int, int], Case] = {}
+    for case in quick_cases():
+        if _world(case) not in known:
+            first.setdefault(_world(case), case)
+    return list(first.values())
+
+
+def _world(case: Case) -> tuple[int, int, int]:
+    return case.world_size, case.partition_size, case.ranks_per_node
+
+
 def full_cases(max_world_size: int = 8) -> list[Case]:
     """Every combination."""
     ways = product(range(1, MAX_ACCUMULATION + 1), *[(False, True)] * 4)
