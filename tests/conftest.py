@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from tests import ranks, tiers
+
+# Programs that tests start then compile mics once, not each of them for itself: half a second of a core.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile(
     "mics",

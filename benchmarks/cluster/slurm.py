@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,6 +32,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
+MessageTimeout=60
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -51,6 +52,13 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 def missing_program() -> str | None:
     """The first program of Slurm or munge that this machine lacks."""
     return next((program for program in PROGRAMS if shutil.which(program) is None), None)
+
+
+def _end_of(output: Path | None) -> str:
+    """The last lines that a job printed."""
+    if output is None or not output.exists():
+        return "no output of a job"
+    return "\n".join(output.read_text(errors="replace").splitlines()[-40:])
 
 
 class SlurmCluster:
@@ -108,7 +116,7 @@ class SlurmCluster:
     def call(self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
         """Run a Slurm command on the controller and return what it prints."""
         running = self.start(*argv, cwd=cwd, env=env)
-        output = running.communicate(timeout=30)[0].strip()
+        output = running.communicate(timeout=120)[0].strip()
         if running.returncode != 0:
             raise ClusterError(f"`{' '.join(argv)}` failed: {output}")
         return output
@@ -129,14 +137,33 @@ class SlurmCluster:
         shown = self.call("scontrol", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]
 
-    def wait_for(self, what: str, condition: object, *, timeout_s: float = 30.0) -> None:
-        """Ask until it is so."""
-        assert callable(condition)
+    def wait_for(
+        self, what: str, condition: Callable[[], bool], *, timeout_s: float = 60.0, output: Path | None = None
+    ) -> None:
+        """Ask until it is so. An error shows jobs, nodes and the end of ``output``, which is a job's."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
+        problem = ""
+        while True:
+            try:
+                if condition():
+                    return
+            except ClusterError as error:  # a controller that is busy answers the next time
+                problem = f"\n{error}"
             if time.monotonic() > deadline:
-                raise ClusterError(f"waited {timeout_s:.0f} s in vain for {what}; logs are in {self._folder}")
+                raise ClusterError(
+                    f"waited {timeout_s:.0f} s in vain for {what}; logs are in {self._folder}"
+                    f"{problem}\n{self._standing()}\n{_end_of(output)}"
+                )
             time.sleep(0.2)
+
+    def _standing(self) -> str:
+        """The jobs and nodes, as Slurm shows them."""
+        try:
+            return "\n".join(
+                self.call(*words) for words in (("scontrol", "show", "job"), ("sinfo", "-N", "-l"))
+            )
+        except (ClusterError, subprocess.TimeoutExpired) as error:
+            return str(error)
 
     @property
     def _config(self) -> str:

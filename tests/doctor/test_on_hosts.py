@@ -116,6 +116,7 @@ def test_two_ranks_on_gpus(tmp_path: Path) -> None:
     done = subprocess.run(
         [*torchrun, "-m", "mics.cli", "doctor", "--json"],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)},
         capture_output=True,
         text=True,
         timeout=180,

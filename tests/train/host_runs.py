@@ -78,9 +78,9 @@ def reference_losses(
     folder: Path, *, num_ranks: int, ranks_per_node: int, name: str = "job"
 ) -> dict[tuple[int, str], float]:
     """Of the same settings, on ranks of this host and uninterrupted."""
-    args = ["--config", "run.yaml", "--output-dir", "reference"]
-    port = _free_port()
-    run_ranks(num_ranks, _train, port, args, str(folder), launch="variables", ranks_per_node=ranks_per_node)
+    args = ["--config", "run.yaml", "--output-dir", "reference", "--checkpoint.interval", "0"]
+    where = {"launch": "variables", "ranks_per_node": ranks_per_node}
+    run_ranks(num_ranks, _train, _free_port(), args, str(folder), timeout_s=600, **where)
     return losses(folder / "reference" / name)
 
 
