@@ -13,6 +13,9 @@ PACKAGES: Final = {
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
     "transformers": ("transformers",),
+    "accelerate": ("accelerate",),
+    "trl": ("trl", "peft"),
+    "lightning": ("lightning",),
     "wandb": ("wandb",),
     "s3": ("fsspec", "s3fs"),
     "gcs": ("fsspec", "gcsfs"),
@@ -20,7 +23,19 @@ PACKAGES: Final = {
 """What is imported of each extra. pyproject.toml has the versions."""
 
 
-Extra = Literal["cli", "data", "plot", "tensorboard", "transformers", "wandb", "s3", "gcs"]
+Extra = Literal[
+    "cli",
+    "data",
+    "plot",
+    "tensorboard",
+    "transformers",
+    "accelerate",
+    "trl",
+    "lightning",
+    "wandb",
+    "s3",
+    "gcs",
+]
 
 
 def require(extra: Extra, what: str) -> None:
