@@ -95,11 +95,30 @@ def test_the_page_is_made_of_results(tmp_path: Path) -> None:
     blank = re.compile(r"(<!-- table: [\w-]+ -->\n).*?(<!-- end -->)", re.DOTALL)
     assert blank.sub(r"\1\2", made) == blank.sub(r"\1\2", text)
     (row,) = [line for line in made.splitlines() if line.startswith("| 175B on 128")]
-    assert "| 169 TFLOP/s |" in row and "| 152 to 177 | inside | 160 | -5.3% |" in row
+    assert "| 169 TFLOP/s |" in row and "| 152 to 177 | inside | 160 | 110 | -34.8% |" in row
     assert "| ZeRO-2 | does not fit: 42.4 of 29.4 GiB | | | | |" in made
     assert made.count("not run") > 10
     with pytest.raises(SystemExit, match="found 'roberta-11b'"):
         page.regenerate("<!-- table: roberta-11b -->\n<!-- end -->", tmp_path)
+
+
+def test_kernels_of_2022_are_slower_than_those_of_today() -> None:
+    """By the planner and by the clock's table; a ratio of two systems has no kernels."""
+    row = BY_KEY["gpt-175b/mics"]
+    result = _result("gpt-175b", 240.0)
+    found = result.with_kernels_of_2022(row)
+    assert found is not None and 0.6 * 240 < found.low <= found.high < 0.8 * 240
+    assert _result("gpt-100b", 100.0).with_kernels_of_2022(BY_KEY["gpt-100b/mics-scaling"]) is None
+
+
+def test_what_the_host_decided_is_not_a_result() -> None:
+    """It is said in the table of peers, and counts in no range and no ratio."""
+    row = BY_KEY["gpt-175b/mics"]
+    result = _result("gpt-175b", 160.0)
+    bound = replace(result, measured=tuple(replace(each, host_bound=True) for each in result.measured))
+    assert result.emulated(row) is not None and bound.emulated(row) is None
+    assert any("| host-bound here |  |" in line for line in page.peers_table(bound))
+    assert not any("host-bound" in line for line in page.peers_table(result))
 
 
 def test_the_page_has_every_experiment() -> None:

@@ -515,6 +515,10 @@ def _line(row: Found, default: Found) -> str:
     return f"{row.place} {row.key}: {1e3 * row.median:,.0f} ms ({more:+,.0f}), flushes {row.num_device_free}"
 
 
+def _why_not(error: str) -> str:
+    return "out of memory" if error.startswith("OutOfMemoryError") else f"did not run: {error}"
+
+
 def table(found: Sequence[Found]) -> list[str]:
     """Markdown: what the default takes, and how much longer without each mechanism."""
     words = {way.key: way for way in WAYS}
@@ -530,7 +534,7 @@ def table(found: Sequence[Found]) -> list[str]:
         if row.limit_nbytes is not None:
             without += f", {row.limit_nbytes / GIB:.1f} GiB allowed"
         if row.error is not None:
-            lines.append(f"| {mechanism} | {without} | did not run: {row.error} | | | | |")
+            lines.append(f"| {mechanism} | {without} | {_why_not(row.error)} | | | | |")
             continue
         share = row.median / default.median - 1
         memory = (row.peak_allocated_nbytes, row.peak_reserved_nbytes)

@@ -16,6 +16,9 @@ from benchmarks.published.planned import fits, prediction, setting_of
 from benchmarks.published.predict import PeerAtBest, usual_point
 from benchmarks.published.rows import Measure, Point, Row
 
+from mics.cost.constants import MATRIX_EFFICIENCY
+from mics.cost.gpus import GPUS
+
 _BENCH_SYSTEMS: Final = {
     "mics-published": "mics",
     "mics": "mics",
@@ -53,6 +56,8 @@ class Measured:
     setting: str
     command: str
     error: str | None = None
+    host_bound: bool = False
+    """The host of this machine decided how long the step was: it says nothing of the GPU named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,7 @@ class Job:
 
     def arguments(self, out: Path) -> list[str]:
         point = self.point
-        gpu = _GPUS[point.cluster.partition(":")[0].partition(".")[0]]
+        gpu = _gpu(point)
         words = [
             "--model", point.model, "--cluster", point.cluster, "--systems", self.system,
             "--partition-size", str(point.partition_size), "--micro-batch", str(point.micro_batch),
@@ -80,6 +85,10 @@ class Job:
         return [
             *words, "--repeats", "1", "--warmup", str(_WARMUP), "--steps", str(_STEPS), "--out", str(out)
         ]  # fmt: skip
+
+
+def _gpu(point: Point) -> str:
+    return _GPUS[point.cluster.partition(":")[0].partition(".")[0]]
 
 
 def layers_of(point: Point) -> int | None:
@@ -136,6 +145,18 @@ def _ends(row: Row) -> list[Point]:
     return ordered[:1] if len(ordered) < 2 else [ordered[0], ordered[-1]]
 
 
+def share_of_2022(job: Job) -> float:
+    """Of the speed with kernels of today: what those of 2022 have, by the planner.
+
+    The planner has matrices of today reach less of the peak than the clock of `mics.cost.gpus` has.
+    """
+    before, today = (
+        prediction(replace(job.point, system=job.system, kernels=kernels)).hardware_tflops
+        for kernels in ("2022", "current")
+    )
+    return before / today * MATRIX_EFFICIENCY / GPUS[_gpu(job.point)].matrix_share
+
+
 def measure(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:
     """Make the calls of `mics bench` in one process, but for what is ``known``; equal ones once."""
     done = {_without_folder(each.command): each for each in known if each.error is None}
@@ -189,6 +210,7 @@ def measured_of(job: Job, row: dict[str, Any], command: str) -> Measured:
         ),
         command=command,
         error=error,
+        host_bound=bool(row.get("host_bound")),
     )
 
 

@@ -56,19 +56,21 @@ def open_in_words(row: Row) -> str:
 
 def rows_table(experiment: str, result: Result | None) -> Iterator[str]:
     """A row for each published figure."""
-    yield "| | published | left open | planner | difference | emulated | difference |"
-    yield "|---|---:|---|---:|---:|---:|---:|"
+    yield "| | published | left open | planner | difference | emulated | kernels of 2022 | difference |"
+    yield "|---|---:|---|---:|---:|---:|---:|---:|"
     for row in rows_of(experiment):
         planned = None if result is None else result.predicted[row.key]
         emulated = None if result is None else result.emulated(row)
+        then = None if result is None else result.with_kernels_of_2022(row)
         cells = [
             row.what,
             published_in_words(row),
             open_in_words(row),
             "it does not fit" if result is not None and planned is None else in_words(row, planned),
             error_of(row, planned),
-            in_words(row, emulated),
-            error_of(row, emulated),
+            (emulated is None and result is not None and result.why_not(row)) or in_words(row, emulated),
+            "" if then is None else in_words(row, then),
+            error_of(row, then or emulated),
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -80,7 +82,7 @@ def peers_table(result: Result | None) -> Iterator[str]:
     peers = [] if result is None else next(iter(result.peers.values()), [])
     measured = {} if result is None else {m.system: m for m in result.measured if m.role == "peer"}
     ours = next((peer.step_seconds for peer in peers if peer.system == "mics"), None)
-    here = measured["mics"].step_seconds if "mics" in measured else None
+    here = measured["mics"].step_seconds if "mics" in measured and not measured["mics"].host_bound else None
     for peer in peers:
         name = PEERS[peer.system]
         if peer.step_seconds is None:
@@ -92,6 +94,8 @@ def peers_table(result: Result | None) -> Iterator[str]:
             cells += [NOT_RUN, ""]
         elif found.step_seconds is None:
             cells += [f"did not run: {found.error}", ""]
+        elif found.host_bound:
+            cells += ["host-bound here", ""]
         else:
             cells += [_seconds(found.step_seconds), _times(found.step_seconds, here)]
         yield f"| {name} | {_setting(peer)} | {' | '.join(cells)} |"

@@ -36,35 +36,44 @@ def themed(file: Path, theme: Theme) -> Path:
 
 
 def draw_throughput(file: Path, rows: Sequence[Row], results: dict[str, Result], theme: Theme) -> bool:
-    """A group of bars for each published figure: published, planner, emulated. Whether there is anything."""
+    """A group of bars for each published figure, its emulation twice. Whether there is anything."""
     shown = [row for row in rows if row.measure is Measure.TFLOPS and row.experiment in results]
     if not shown:
         return False
     with picture(
         file,
-        height=0.8 + 0.9 * len(shown),
+        height=0.8 + 1.0 * len(shown),
         title="TFLOP/s per GPU: published, predicted, emulated on one GPU",
         subtitle="With recomputation, as the documents count. Lines reach over what a document leaves open.",
         theme=theme,
     ) as figure:
         axes = figure.subplots()
+        most = 0.0
         for place, row in enumerate(shown):
             result = results[row.experiment]
             bars = (
                 (Range(low=row.published, high=row.published, num_points=1, num_fitting=1), theme.muted),
                 (result.predicted[row.key], theme["mics-partition"]),
-                (result.emulated(row), theme["mics"]),
+                (result.with_kernels_of_2022(row), theme["mics"]),
+                (result.emulated(row), theme["fsdp2"]),
             )
+            if result.emulated(row) is None:
+                bars = bars[:3]
             for number, (found, colour) in enumerate(bars):
-                _bar(axes, place + 0.27 * (number - 1), found, colour, theme)
+                _bar(axes, place + 0.21 * (number - 1.5), found, colour, theme)
+                most = max(most, 0.0 if found is None else found.high)
         axes.set_yticks(range(len(shown)), [row.what.replace(", ", "\n", 1) for row in shown])
         axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlim(0, 1.25 * max(row.published for row in shown))
+        axes.set_xlim(0, 1.25 * most)
         axes.grid(visible=False, axis="y")
-        handles: list[Any] = [axes.barh(0, 0, color=colour) for _, colour in bars]
-        figure.legend(
-            handles, ["published", "planner", "emulated"], loc="outside lower center", ncols=3, frameon=False
-        )
+        legend = {
+            "published": theme.muted,
+            "planner": theme["mics-partition"],
+            "emulated, kernels of 2022": theme["mics"],
+            "emulated": theme["fsdp2"],
+        }
+        handles: list[Any] = [axes.barh(0, 0, color=colour) for colour in legend.values()]
+        figure.legend(handles, list(legend), loc="outside lower center", ncols=4, frameon=False)
     return True
 
 
@@ -74,7 +83,7 @@ def _bar(axes: Axes, place: float, found: Range | None, colour: str, theme: Them
             "not run", (0, place), (6, 0), textcoords="offset points", va="center", color=theme.muted
         )
         return
-    axes.barh(place, found.high, height=0.24, color=colour)
+    axes.barh(place, found.high, height=0.19, color=colour)
     if found.high > 1.01 * found.low:
         axes.plot([found.low, found.high], [place, place], color=theme.ink, linewidth=1.4, marker="|")
     words = (

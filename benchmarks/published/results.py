@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.published import trillion
 from benchmarks.published.dated import by_date, dated_file
-from benchmarks.published.emulate import Measured
+from benchmarks.published.emulate import Measured, jobs_of, share_of_2022
 from benchmarks.published.predict import PeerAtBest, Range
 from benchmarks.published.rows import EXPERIMENTS, Measure, Row, rows_of
 
@@ -36,21 +37,46 @@ class Result:
 
     def emulated(self, row: Row) -> Range | None:
         """What was measured of a row, in its own measure; None: not run."""
-        found = [value for value in self._values(row) if value is not None]
-        if not found:
+        return _range(self._values(row))
+
+    def why_not(self, row: Row) -> str:
+        """What kept a measurement of the row from running; empty: nothing, or it was not tried."""
+        errors = [each.error for each in self.measured if each.key == row.key and each.role != "peer"]
+        return next((f"did not run: {error}" for error in errors if error), "")
+
+    def with_kernels_of_2022(self, row: Row) -> Range | None:
+        """The same speed with the documents' kernels; None: not run, or a ratio, which has no kernels."""
+        if row.measure is not Measure.TFLOPS:
             return None
-        return Range(low=min(found), high=max(found), num_points=len(found), num_fitting=len(found))
+        jobs = [job for job in jobs_of(row) if job.role == "row"]
+        pairs = zip(jobs, self._values(row), strict=False)  # broken off
+        return _range([None if value is None else value * share_of_2022(job) for job, value in pairs])
 
     def _values(self, row: Row) -> list[float | None]:
+        """None: it did not run, or the host decided."""
         ours = [each for each in self.measured if each.key == row.key and each.role == "row"]
         if row.measure is Measure.TFLOPS:
-            return [each.tflops for each in ours]
+            return [None if each.host_bound else each.tflops for each in ours]
         theirs = [each for each in self.measured if each.key == row.key and each.role == "against"]
         return [_ratio(row, one, other) for one, other in zip(ours, theirs, strict=False)]  # broken off
 
 
+def _range(values: Sequence[float | None]) -> Range | None:
+    found = [value for value in values if value is not None]
+    if not found:
+        return None
+    return Range(low=min(found), high=max(found), num_points=len(values), num_fitting=len(found))
+
+
 def _ratio(row: Row, ours: Measured, theirs: Measured) -> float | None:
-    if ours.step_seconds is None or theirs.step_seconds is None or not ours.tflops or not theirs.tflops:
+    if (
+        ours.host_bound
+        or theirs.host_bound
+        or ours.step_seconds is None
+        or theirs.step_seconds is None
+        or not ours.tflops
+        or not theirs.tflops
+    ):
         return None
     if row.measure is Measure.SLOWDOWN:
         return 100 * (ours.step_seconds / theirs.step_seconds - 1)

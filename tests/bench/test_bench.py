@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from mics.bench.clock import GpuClock
+from mics.bench.clock import GpuClock, Term
 from mics.bench.command import _draw as draw_rows
 from mics.bench.command import bench_together
 from mics.bench.config import BenchConfig, Training
@@ -378,6 +379,19 @@ def test_a_device_with_more_memory_says_what_the_emulated_one_lacks() -> None:
     assert fits.shortage is None
     assert too_large.shortage == "needs 43.0 GiB of the 39.0 GiB that a program has there"
     assert any("would not run: needs 43.0 GiB" in line for line in verdict([too_large]))
+
+
+def test_a_step_that_waits_for_the_host_says_so() -> None:
+    """On another GPU's clock the host counts as many times longer."""
+    cluster = find_cluster("p4d.24xlarge:1")
+    (run,) = interleave(["mics"], [(replace(JOB, device="cuda"), cluster)], repeats=1, record=False)
+    clock = GpuClock(gpu="a100", terms=(Term(name="matrices", here=1.0, there=3.0),))
+    outcome = replace(_outcome(0), step_seconds=[2.0, 2.0], host_seconds=0.7)
+    here, there = (
+        summarise([each], [outcome], peak_tflops=None)[0] for each in (run, replace(run, clock=clock))
+    )
+    assert not here.host_bound and there.host_bound
+    assert any("mics waits for the host of this machine" in line for line in verdict([there]))
 
 
 def test_calls_together_are_rows_of_each(tmp_path: Path) -> None:

@@ -87,13 +87,13 @@ def _measure(
         num_alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - retries if on_gpu else None,
         uplink_nbytes=_most(sent_after, sent, plan.num_steps),
     )
-    if emulation is not None and run.record:
+    if emulation is not None:
         batches = next(steps)
-        outcome = replace(
-            outcome,
-            exposure=_look_inside(run, plan, system, trainer, batches, device, emulation),
-            host_seconds=_host_seconds(trainer, batches, emulation) if on_gpu else None,
-        )
+        if run.record:
+            found = _look_inside(run, plan, system, trainer, batches, device, emulation)
+            outcome = replace(outcome, exposure=found)
+        if on_gpu:
+            outcome = replace(outcome, host_seconds=_host_seconds(trainer, batches, emulation))
     trainer.close()
     return outcome
 

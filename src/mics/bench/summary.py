@@ -20,6 +20,7 @@ from mics.utils.numbers import listed, memory, milliseconds, percent, plural, se
 _DISAGREE: Final = "LOSSES DISAGREE"
 _LONGER: Final = 1.1  # times the slowest timed step: what computes longer than that is another step
 _SHORTER: Final = 0.8  # times the fastest one
+_HOST_SHARE: Final = 0.9  # of a step: a host that takes more of it decides how long it is
 _MOST: Final = 0.5  # of a gap between two systems: what explains more of it explains it
 
 
@@ -122,6 +123,13 @@ class Row:
             return None
         return f"needs {memory(peak)} of the {memory(known - DRIVER_NBYTES)} that a program has there"
 
+    @property
+    def host_bound(self) -> bool:
+        """The host issues a step hardly faster than it takes: on another GPU's clock it counts many times."""
+        host = self.median(lambda found: found.host_seconds)
+        factor = 1.0 if self.run.clock is None else self.run.clock.factor
+        return host is not None and factor * host > _HOST_SHARE * self.step_seconds[0]
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for the JSON file."""
         return {
@@ -133,6 +141,7 @@ class Row:
             "tflops": None if self.error else self.tflops,
             "mfu": None if self.error else self.mfu,
             "shortage": None if self.error else self.shortage,
+            "host_bound": None if self.error else self.host_bound,
             "breakdown_differs": None if self.error else self.breakdown_differs,
             "outcomes": [asdict(outcome) for outcome in self.outcomes],
         }
@@ -163,6 +172,12 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             said.append(f"{setting}: {_ranking(ran)}")
         said += [f"{setting}: {warning(row)}" for row in ran if row.breakdown_differs]
         said += [f"{setting}: {row.run.system} would not run: {row.shortage}" for row in ran if row.shortage]
+        said += [
+            f"{setting}: {row.run.system} waits for the host of this machine, so its step is not that of the "
+            "GPU; a larger --micro-batch gives the GPU more to do"
+            for row in ran
+            if row.run.cluster is not None and row.host_bound
+        ]
         said += [
             f"{setting}: {row.run.system} did not run: {row.error}"
             for row in rows_of_setting
