@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 
-from mics.bench.clock import GpuClock
 from mics.bench.clock import GpuClock, Term
 from mics.bench.command import _draw as draw_rows
 from mics.bench.command import bench_together
