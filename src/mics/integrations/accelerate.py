@@ -1,0 +1,243 @@
+"""Hugging Face Accelerate: a script that imports ``Accelerator`` from here trains sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import accelerate
+import torch
+import torch.nn as nn
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mics.api import clip_grad_norm_
+from mics.checkpoint import load, save
+from mics.engine import is_sharded
+from mics.errors import SettingsError
+from mics.integrations.config import MicsConfig
+from mics.integrations.micro_steps import micro_step
+from mics.layout.assign import unit_modules
+from mics.state_dict import full_state_dict
+
+__all__ = ["Accelerator", "MicsConfig"]
+
+_FOLDER: Final = "mics"
+_OTHERS: Final = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
+_OTHERS_AND_MESHES: Final = (*_OTHERS, "torch_tp_plugin", "parallelism_config")
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator`` that shards with mics where the other one wraps in DDP.
+
+    ``prepare`` shards models in place, and gives optimizers that were built before the sharded parameters.
+    ``get_state_dict``, ``save_model``, ``save_state``, ``load_state`` and ``clip_grad_norm_`` must be called
+    on all ranks. What ``save_state`` wrote loads on any number of ranks.
+    """
+
+    mics_config: MicsConfig
+    _models: list[nn.Module]
+    _optimizers: list[Optimizer]
+
+    def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
+        for name in _OTHERS_AND_MESHES:
+            if options.get(name) is not None:
+                raise SettingsError(
+                    f"{name}: expected None, found {options[name]!r}; mics shards the model itself: pass "
+                    "mics_config=MicsConfig(...), or use accelerate's own Accelerator"
+                )
+        super().__init__(*args, **options)
+        self._take(mics_config)
+
+    @classmethod
+    def adopt(cls, plain: accelerate.Accelerator, mics_config: MicsConfig | None) -> None:
+        """Make one of ours of an accelerator that a trainer has built and handed out, before it is used."""
+        plain.__class__ = cls
+        plain._take(mics_config)
+
+    def _take(self, mics_config: MicsConfig | None) -> None:
+        kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        if self.distributed_type not in kinds or self.parallelism_config is not None:
+            raise SettingsError(
+                f"distributed_type: expected one of {', '.join(kind.value for kind in kinds)}, found "
+                f"{self.distributed_type.value}; start the script with torchrun, or take FSDP, DeepSpeed and "
+                "parallelism out of the file of `accelerate config`"
+            )
+        if self.mixed_precision == "fp8":
+            raise SettingsError("mixed_precision: expected 'no', 'bf16' or 'fp16', found 'fp8'; use 'bf16'")
+        self.mics_config = MicsConfig() if mics_config is None else mics_config
+        self._replacements = WeakIdKeyDictionary()  # parameter from before sharding -> its shard
+
+    # -- models and optimizers ----------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard ``model`` in place, with mixed precision and compiled units if asked for, and return it."""
+        if not is_sharded(model) and next(model.parameters(), None) is not None:
+            place = self.device_placement if device_placement is None else device_placement
+            if place and not next(model.parameters()).is_meta:
+                model.to(self.device)
+            self._shard(model)
+        plugin = self.state.dynamo_plugin
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO  # units are compiled, not the whole
+        try:
+            prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        finally:
+            plugin.backend = backend
+        return prepared
+
+    def _shard(self, model: nn.Module) -> None:
+        before = dict(model.named_parameters())
+        units = unit_modules(model, self.mics_config.units)
+        self.mics_config.shard(
+            model, param_dtype=_DTYPES.get(self.mixed_precision) if self.native_amp else None
+        )
+        after = dict(model.named_parameters())
+        self._replacements.update({param: after[name] for name, param in before.items()})
+        for optimizer in self._optimizers:
+            self._replace_params(optimizer)
+        plugin = self.state.dynamo_plugin
+        if plugin.backend != DynamoBackend.NO:
+            options = plugin.to_kwargs()
+            options.pop("use_regional_compilation", None)
+            for unit in units:
+                unit.compile(**options)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Wrap ``optimizer``, over the shards of the parameters that it was built with."""
+        self._replace_params(optimizer)
+        prepared: Optimizer = super().prepare_optimizer(optimizer, device_placement)
+        return prepared
+
+    def _replace_params(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            stale = [param for param in group["params"] if param in self._replacements]
+            if any(param in optimizer.state for param in stale):
+                raise SettingsError(
+                    f"{type(optimizer).__name__}: expected an optimizer without state, found state of "
+                    "parameters from before sharding; load its state after accelerator.prepare()"
+                )
+            group["params"] = [self._replacements.get(param, param) for param in group["params"]]
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Run micro-steps that the optimizer does not follow."""
+        with micro_step(model, last=False):
+            yield
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run one micro-step; replicas reduce their gradients within the last one's backward."""
+        with super().accumulate(*models), ExitStack() as stack:
+            for model in models if self.sync_gradients else ():
+                stack.enter_context(micro_step(model, last=True))
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip the gradients to ``max_norm`` over all ranks; return their norm before."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(param) for param in given}
+        for model in self._models:
+            if is_sharded(model) and ids == {id(param) for param in model.parameters()}:
+                self.unscale_gradients()
+                return clip_grad_norm_(model, max_norm, norm_type)
+        norm: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+        return norm
+
+    # -- state --------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on the main process, an empty one on the others."""
+        if is_sharded(model):
+            return full_state_dict(model)
+        found: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return found
+
+    def save_state(self, output_dir: str | None = None, **options: Any) -> Path:
+        """Save everything that was prepared or registered. Models and optimizers are in ``mics`` folders."""
+        with self._without_models() as folders_of:
+            location = Path(super().save_state(output_dir, **options))
+        for folder, model, optimizers in folders_of(location):
+            save(str(folder), model, optimizers)
+        return location
+
+    def load_state(self, input_dir: str | None = None, **options: Any) -> None:
+        """Load what ``save_state`` wrote, on any number of ranks."""
+        found: list[str] = []
+        handle = super().register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with self._without_models() as folders_of:
+                super().load_state(input_dir, **options)
+        finally:
+            handle.remove()
+        for folder, model, optimizers in folders_of(Path(found[0])):
+            load(str(folder), model, optimizers)
+
+    @contextmanager
+    def _without_models(self) -> Iterator[Any]:
+        """Let the host save and load all but models and optimizers: which of them are in which folders."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+
+        def folders_of(place: Path) -> Iterator[tuple[Path, nn.Module, list[Optimizer]]]:
+            owners = _owners(models, optimizers)
+            for number, model in enumerate(models):
+                if is_sharded(model):
+                    yield place / (f"{_FOLDER}_{number}" if number else _FOLDER), model, owners.get(model, [])
+
+        try:
+            yield folders_of
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
+        """Refused: nothing that a hook could change is written by accelerate."""
+        raise SettingsError(
+            f"register_save_state_pre_hook: expected no hook, found {hook!r}; save what you need beside "
+            "accelerator.save_state(folder), or register an object with register_for_checkpointing"
+        )
+
+    def register_load_state_pre_hook(self, hook: Any) -> NoReturn:
+        """Refused: nothing that a hook could change is read by accelerate."""
+        raise SettingsError(
+            f"register_load_state_pre_hook: expected no hook, found {hook!r}; load what you need beside "
+            "accelerator.load_state(folder), or register an object with register_for_checkpointing"
+        )
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Refused: all ranks gather parameters in every forward."""
+        raise SettingsError(
+            "join_uneven_inputs: expected as many batches on every rank, found uneven ones; leave it out: "
+            "data loaders from accelerator.prepare() are even"
+        )
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _owners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.Module, list[Optimizer]]:
+    """Which optimizers train which model."""
+    owner = {id(param): model for model in models for param in model.parameters()}
+    found: dict[nn.Module, list[Optimizer]] = {}
+    for optimizer in map(plain_optimizer, optimizers):
+        held = {owner.get(id(param)) for group in optimizer.param_groups for param in group["params"]}
+        if len(held) != 1 or None in held:
+            raise SettingsError(
+                f"{type(optimizer).__name__}: expected the parameters of one prepared model, found "
+                f"those of {len(held - {None})} models{' and others' if None in held else ''}; build one "
+                "optimizer for each model"
+            )
+        found.setdefault(held.pop(), []).append(optimizer)  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,150 @@
+"""The Trainer of Hugging Face transformers, and trainers that derive from it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+import torch.nn as nn
+from accelerate.utils import find_batch_size, recursively_apply
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+
+from mics.checkpoint import load, save
+from mics.errors import SettingsError
+from mics.integrations.accelerate import Accelerator, plain_optimizer
+from mics.integrations.config import MicsConfig
+from mics.integrations.micro_steps import micro_step
+
+__all__ = ["MicsConfig", "MicsTrainer", "MicsTrainerMixin"]
+
+_FOLDER: Final = "mics"
+_OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "sgd")
+# What would have to be off: the argument, and what to do instead.
+_REFUSED: Final = {
+    "fsdp": "mics shards the model itself: pass mics_config=MicsConfig(partition_size=...)",
+    "deepspeed": "mics shards the model itself: pass mics_config=MicsConfig(partition_size=...)",
+    "parallelism_config": "mics has partition groups and replicas only",
+    "auto_find_batch_size": "one rank would try again without the others: set per_device_train_batch_size",
+    "fp16_full_eval": "a sharded model keeps its dtype: train and evaluate with fp16=True",
+    "bf16_full_eval": "a sharded model keeps its dtype: train and evaluate with bf16=True",
+}
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class MicsTrainerMixin(_Base):
+    """Put before a ``Trainer`` class, it trains sharded: ``class MySFT(MicsTrainerMixin, SFTTrainer)``.
+
+    ``mics_config`` says how. The model is sharded where the trainer would have wrapped it in DDP. All ranks
+    must call ``train``, ``evaluate``, ``predict`` and ``save_model``, as they do with DDP.
+    """
+
+    def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
+        self.mics_config = MicsConfig() if mics_config is None else mics_config
+        super().__init__(*args, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what cannot work, and make an accelerator that shards."""
+        _check_arguments(self.args, self.model)
+        super().create_accelerator_and_postprocess()
+        Accelerator.adopt(self.accelerator, self.mics_config)
+
+    def training_step(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
+        """Run one micro-step, the last one announced as such."""
+        with micro_step(model, last=True) if self.accelerator.sync_gradients else nullcontext():
+            loss: Tensor = super().training_step(model, *args, **options)
+        return loss
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate a batch, without the samples from the start that fill up the last one."""
+        rows, left = find_batch_size(inputs), self.accelerator.gradient_state.remainder
+        is_last = self.accelerator.gradient_state.end_of_dataloader and left > 0
+        real = left - self.accelerator.process_index * rows if is_last and rows else rows
+        if not rows or not 0 < real < rows or not _all_have(rows, inputs):
+            return super().prediction_step(model, inputs, *args, **options)
+
+        def fill(value: Tensor) -> Tensor:
+            return torch.cat([value, value[:1].expand(rows - real, *value.shape[1:])])
+
+        inputs = recursively_apply(lambda value: value[:real], inputs)
+        loss, *outputs = super().prediction_step(model, inputs, *args, **options)
+        return loss, *(None if output is None else recursively_apply(fill, output) for output in outputs)
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the whole model, for ``from_pretrained``; all ranks gather it."""
+        whole = self.accelerator.get_state_dict(self.model) if state_dict is None else state_dict
+        super()._save(output_dir, whole)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Every rank writes its part of masters and optimizer state."""
+        assert self.model is not None and self.optimizer is not None and self.lr_scheduler is not None
+        save(str(Path(output_dir) / _FOLDER), self.model, plain_optimizer(self.optimizer))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Leave it to ``_load_optimizer_and_scheduler``, where the checkpoint has masters."""
+        if not (Path(resume_from_checkpoint) / _FOLDER).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load masters and optimizer state, whatever number of ranks wrote them."""
+        if checkpoint is None or not (Path(checkpoint) / _FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(
+                checkpoint
+            )  # whole tensors, as the plain Trainer writes them
+            return
+        assert self.model is not None and self.optimizer is not None and self.lr_scheduler is not None
+        load(str(Path(checkpoint) / _FOLDER), self.model, plain_optimizer(self.optimizer))
+        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def hyperparameter_search(self, *args: Any, **options: Any) -> NoReturn:
+        """Refused: trials are chosen on one rank."""
+        raise SettingsError(
+            "hyperparameter_search: expected one run of a model, found a search; start a run per trial"
+        )
+
+
+class MicsTrainer(MicsTrainerMixin, Trainer):
+    """``transformers.Trainer`` that trains with mics."""
+
+
+def _all_have(rows: int, inputs: Any) -> bool:
+    """Whether the first dimension of every tensor is that of the samples."""
+    found: list[bool] = []
+    recursively_apply(lambda value: found.append(value.dim() > 0 and len(value) == rows), inputs)
+    return all(found)
+
+
+def _check_arguments(args: TrainingArguments, model: Any) -> None:
+    for name, instead in _REFUSED.items():
+        if getattr(args, name, None):
+            raise SettingsError(f"{name}: expected it off, found {getattr(args, name)!r}; {instead}")
+    optimizer = getattr(args.optim, "value", args.optim)
+    if optimizer not in _OPTIMIZERS:
+        raise SettingsError(
+            f"optim: expected one of {', '.join(_OPTIMIZERS)}, found {optimizer!r}; another elementwise "
+            "optimizer goes to Trainer(optimizer_cls_and_kwargs=...), declared with mics.allow_optimizer"
+        )
+    if args.n_gpu > 1:
+        raise SettingsError(
+            f"n_gpu: expected one GPU per process, found {args.n_gpu}; start the script with torchrun"
+        )
+    if (
+        getattr(model, "is_distributed_loading_by_transformers", False)
+        or (getattr(model, "tp_size", 1) or 1) > 1
+    ):
+        raise SettingsError(
+            "model: expected a plain one, found one that from_pretrained has distributed; leave out "
+            "distributed_config and tp_plan"
+        )
