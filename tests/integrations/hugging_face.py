@@ -69,7 +69,7 @@ def fresh_accelerate() -> None:
     warnings.simplefilter("ignore")
 
 
-def arguments(folder: str | Path, **options: Any) -> Any:
+def arguments(folder: str | Path, *, config: Any = TrainingArguments, **options: Any) -> Any:
     """On the CPU, logging each step, quiet."""
     defaults: dict[str, Any] = {
         "max_steps": 4,
@@ -81,4 +81,4 @@ def arguments(folder: str | Path, **options: Any) -> Any:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
+    return config(output_dir=str(folder), **{**defaults, **options})

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 import torch.nn as nn
-from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
@@ -23,6 +22,7 @@ __all__ = ["MicsConfig", "MicsTrainer", "MicsTrainerMixin"]
 
 _FOLDER: Final = "mics"
 _OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "sgd")
+_IGNORED: Final = -100  # a label that no loss of transformers counts
 # What would have to be off: the argument, and what to do instead.
 _REFUSED: Final = {
     "fsdp": "mics shards the model itself: pass mics_config=MicsConfig(partition_size=...)",
@@ -63,19 +63,17 @@ class MicsTrainerMixin(_Base):
         return loss
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate a batch, without the samples from the start that fill up the last one."""
-        rows, left = find_batch_size(inputs), self.accelerator.gradient_state.remainder
-        is_last = self.accelerator.gradient_state.end_of_dataloader and left > 0
-        real = left - self.accelerator.process_index * rows if is_last and rows else rows
-        if not rows or not 0 < real < rows or not _all_have(rows, inputs):
+        """Evaluate a batch; samples from the start that fill up the last one do not count in its loss."""
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        is_filled = self.accelerator.use_distributed and state.end_of_dataloader and state.remainder > 0
+        counts_tokens = self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
+        if not (is_filled and counts_tokens and isinstance(labels, Tensor) and labels.dim() > 1):
             return super().prediction_step(model, inputs, *args, **options)
-
-        def fill(value: Tensor) -> Tensor:
-            return torch.cat([value, value[:1].expand(rows - real, *value.shape[1:])])
-
-        inputs = recursively_apply(lambda value: value[:real], inputs)
-        loss, *outputs = super().prediction_step(model, inputs, *args, **options)
-        return loss, *(None if output is None else recursively_apply(fill, output) for output in outputs)
+        num_real = state.remainder - self.accelerator.process_index * len(labels)
+        labels = labels.clone()
+        labels[max(0, num_real) :] = _IGNORED
+        loss, *outputs = super().prediction_step(model, {**inputs, "labels": labels}, *args, **options)
+        return self.accelerator.reduce(loss, "mean"), *outputs
 
     # -- checkpoints --------------------------------------------------------------------------------
 
@@ -117,13 +115,6 @@ class MicsTrainerMixin(_Base):
 
 class MicsTrainer(MicsTrainerMixin, Trainer):
     """``transformers.Trainer`` that trains with mics."""
-
-
-def _all_have(rows: int, inputs: Any) -> bool:
-    """Whether the first dimension of every tensor is that of the samples."""
-    found: list[bool] = []
-    recursively_apply(lambda value: found.append(value.dim() > 0 and len(value) == rows), inputs)
-    return all(found)
 
 
 def _check_arguments(args: TrainingArguments, model: Any) -> None:

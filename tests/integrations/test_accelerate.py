@@ -1,0 +1,208 @@
+"""A script of Accelerate trains sharded as it trains plain in one process, with another import alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mics
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import accelerate
+
+from mics.engine import engine_of
+from mics.integrations.accelerate import Accelerator, MicsConfig
+from tests.integrations.hugging_face import fresh_accelerate, gpt2, llama, tokens
+
+GLOBAL_BATCH = 8
+
+
+def _accelerator(partition_size: int | None, accumulation: int, **options: Any) -> Any:
+    fresh_accelerate()
+    options |= {"gradient_accumulation_steps": accumulation, "cpu": True}
+    if partition_size is None:
+        return accelerate.Accelerator(**options)
+    return Accelerator(**options, mics_config=MicsConfig(partition_size=partition_size))
+
+
+def _script(
+    partition_size: int | None,
+    world_size: int,
+    accumulation: int,
+    save: str | None = None,
+    load: str | None = None,
+    clip: float = 0.5,
+) -> dict[str, list[Any]]:
+    """What a user writes: the same lines with either accelerator."""
+    accelerator = _accelerator(partition_size, accumulation)
+    model = llama()
+    # All samples count as many tokens: the loop takes means of means.
+    samples = [{**sample, "labels": sample["input_ids"]} for sample in tokens(13 * GLOBAL_BATCH)]
+    loader = torch.utils.data.DataLoader(samples, batch_size=GLOBAL_BATCH // world_size)
+    heldout = torch.utils.data.DataLoader(samples[:11], batch_size=GLOBAL_BATCH // world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2 * world_size, gamma=0.5)
+    optimizer, loader, heldout, model, scheduler = accelerator.prepare(
+        optimizer, loader, heldout, model, scheduler
+    )
+    found: dict[str, list[Any]] = {"losses": [], "norms": [], "rates": [], "guesses": []}
+    first = 0
+    if load is not None:
+        accelerator.load_state(load)
+        first = 6
+        loader = accelerator.skip_first_batches(loader, first)
+    for number, batch in enumerate(loader, first):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found["losses"].append(float(accelerator.reduce(loss.detach(), "mean")))
+        found["rates"].append(scheduler.get_last_lr()[0])
+        if save is not None and number + 1 == 6:
+            accelerator.save_state(save)
+    model.eval()
+    for batch in heldout:
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"]).logits
+        found["guesses"] += accelerator.gather_for_metrics(logits.argmax(-1)).tolist()
+    if save is not None:
+        _save_whole(accelerator, model, save)
+    return found
+
+
+def _save_whole(accelerator: Any, model: Any, folder: str) -> None:
+    state = accelerator.get_state_dict(model)
+    assert bool(state) is accelerator.is_main_process
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder + "/pretrained", is_main_process=accelerator.is_main_process, state_dict=state
+    )
+    accelerator.save_model(model, folder + "/weights")
+    accelerator.wait_for_everyone()
+
+
+def _assert_same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
+    assert found["guesses"] == expected["guesses"]
+    for name in ("losses", "norms", "rates"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "partition_size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))]
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_script_trains_as_in_one_process(partition_size: int, accumulation: int) -> None:
+    """Losses, norms, learning rates and predictions; thirteen batches, so that the last step is shorter."""
+    (expected,) = run_ranks(1, _script, None, 1, accumulation, launch="none")
+    for found in run_ranks(4, _script, partition_size, 4, accumulation):
+        _assert_same(found, expected)
+
+
+def test_state_loads_on_other_ranks(tmp_path: Path) -> None:
+    """To the bit on as many ranks, to rounding on two; whole weights load into plain models."""
+    folder = str(tmp_path)
+    kwargs = {"save": folder}
+    whole = run_ranks(4, _script, 2, 4, 3, kwargs=kwargs)[0]
+    rest = {name: values[6 if name in ("losses", "rates") else 2 :] for name, values in whole.items()}
+    rest["guesses"] = whole["guesses"]
+    assert run_ranks(4, _script, 2, 4, 3, kwargs={"load": folder})[0] == rest
+    on_two = run_ranks(2, _script, 1, 2, 3, kwargs={"load": folder})[0]
+    assert on_two["losses"] == pytest.approx(rest["losses"], rel=1e-5)
+    assert on_two["norms"] == pytest.approx(rest["norms"], rel=1e-5)
+
+    plain = type(llama()).from_pretrained(folder + "/pretrained")
+    other = accelerate.load_checkpoint_in_model(again := llama(), folder + "/weights")
+    assert other is None
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+        assert not torch.equal(value, llama().state_dict()[name]) or value.std() == 0, name
+
+
+def _separately(order: str) -> list[float]:
+    """Prepare model and optimizer one after the other."""
+    accelerator = _accelerator(2, 1)
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    losses = []
+    for _ in range(3):
+        loss = model(**{name: value[None] for name, value in tokens(1)[0].items()}).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_model_and_optimizer_prepared_apart() -> None:
+    first, second = (run_ranks(2, _separately, order)[0] for order in ("optimizer first", "model first"))
+    assert first == second and first[2] < first[0]
+
+
+def _announced() -> list[tuple[bool, bool]]:
+    accelerator = _accelerator(2, 2)
+    model, optimizer = accelerator.prepare(model := gpt2(), torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            progress = engine_of(model).progress
+            found.append((progress.more_to_come, progress.announced))
+            accelerator.backward(model(**{k: v[None] for k, v in tokens(1)[0].items()}).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (progress.more_to_come, progress.announced) == (False, False)
+    return found
+
+
+def test_the_last_micro_step_is_announced() -> None:
+    assert run_ranks(2, _announced) == [[(True, False), (False, True)] * 2] * 2
+
+
+def test_refused() -> None:
+    """By name, and before anything is changed."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+
+    for name, value in {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(),
+        "parallelism_config": ParallelismConfig(),
+    }.items():
+        with pytest.raises(mics.SettingsError, match=f"^{name}: expected None"):
+            Accelerator(**{name: value})
+    accelerator = _accelerator(1, 1)
+    for call in (
+        accelerator.register_save_state_pre_hook,
+        accelerator.register_load_state_pre_hook,
+        accelerator.join_uneven_inputs,
+    ):
+        with pytest.raises(mics.SettingsError, match=f"^{call.__name__}: expected"):
+            call(print)
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(**{name: value[None] for name, value in tokens(1)[0].items()}).loss.backward()
+    optimizer.step()
+    with pytest.raises(mics.SettingsError, match=r"^SGD: expected an optimizer without state"):
+        accelerator.prepare(model, optimizer)
+
+
+def test_the_config_has_what_shard_takes() -> None:
+    from dataclasses import fields
+    from inspect import signature
+
+    taken = {p.name: p.default for p in signature(mics.shard).parameters.values() if p.name != "model"}
+    assert {field.name: field.default for field in fields(MicsConfig)} == taken

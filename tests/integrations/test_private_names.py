@@ -1,0 +1,124 @@
+"""What integrations override or call of their hosts, and no host promises: a new release may rename it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final
+
+import pytest
+
+# Host -> path of each name, with the parameters that we pass or that the host passes to us.
+_NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "accelerate": {
+        "accelerate.Accelerator.prepare_model": ("model", "device_placement", "evaluation_mode"),
+        "accelerate.Accelerator.prepare_optimizer": ("optimizer", "device_placement"),
+        "accelerate.Accelerator.no_sync": ("model",),
+        "accelerate.Accelerator.accumulate": ("models",),
+        "accelerate.Accelerator.clip_grad_norm_": ("parameters", "max_norm", "norm_type"),
+        "accelerate.Accelerator.get_state_dict": ("model", "unwrap"),
+        "accelerate.Accelerator.save_state": ("output_dir",),
+        "accelerate.Accelerator.load_state": ("input_dir",),
+        "accelerate.Accelerator.register_save_state_pre_hook": ("hook",),
+        "accelerate.Accelerator.register_load_state_pre_hook": ("hook",),
+        "accelerate.Accelerator.join_uneven_inputs": ("joinables", "even_batches"),
+        "accelerate.Accelerator.unscale_gradients": (),
+        "accelerate.Accelerator.sync_gradients": (),
+        "accelerate.Accelerator.parallelism_config": (),
+        "accelerate.optimizer.AcceleratedOptimizer.state": (),
+        "accelerate.state.GradientState.remainder": (),
+        "accelerate.state.GradientState.end_of_dataloader": (),
+        "accelerate.utils.DynamoBackend.NO": (),
+        "accelerate.utils.TorchDynamoPlugin.to_kwargs": (),
+        "accelerate.utils.DistributedType.MULTI_CPU": (),
+    },
+    "transformers": {
+        "transformers.Trainer.create_accelerator_and_postprocess": (),
+        "transformers.Trainer.training_step": ("model", "inputs"),
+        "transformers.Trainer.prediction_step": ("model", "inputs"),
+        "transformers.Trainer.hyperparameter_search": (),
+        "transformers.Trainer._save": ("output_dir", "state_dict"),
+        "transformers.Trainer._save_optimizer_and_scheduler": ("output_dir",),
+        "transformers.Trainer._load_from_checkpoint": ("resume_from_checkpoint", "model"),
+        "transformers.Trainer._load_optimizer_and_scheduler": ("checkpoint",),
+        "transformers.trainer.SCHEDULER_NAME": (),
+    },
+}
+# Calls that must still be there, in the text of the method that makes them: we change what they do.
+_CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "accelerate": {
+        "accelerate.Accelerator.prepare_model": (
+            "self._models",
+            "evaluation_mode",
+            "_is_accelerate_prepared",
+        ),
+        "accelerate.Accelerator.save_state": ("self._models", "self._optimizers"),
+        "accelerate.Accelerator.load_state": (
+            "self._models",
+            "self._optimizers",
+            "_load_model_state_pre_hook",
+        ),
+        "accelerate.Accelerator.__init__": ("self.native_amp", "self._models = []", "self._optimizers = []"),
+    },
+    "transformers": {
+        "transformers.Trainer.__init__": ("self.create_accelerator_and_postprocess()",),
+        "transformers.Trainer.create_accelerator_and_postprocess": ("self.accelerator = ",),
+        "transformers.Trainer._run_epoch": ("_set_sync_gradients(", "self.accelerator.no_sync"),
+        "transformers.Trainer._clip_grad_norm": ("self.accelerator.clip_grad_norm_(model.parameters()",),
+        "transformers.Trainer._get_grad_norm": ("self.accelerator.clip_grad_norm_(model.parameters()",),
+        "transformers.Trainer._prepare_for_training": (
+            "self.create_optimizer()",
+            "self.accelerator.prepare(self.model, self.optimizer)",
+            "self._load_optimizer_and_scheduler(",
+        ),
+        "transformers.Trainer.train": ("self._load_from_checkpoint(",),
+        "transformers.Trainer.save_model": ("self._save(output_dir)",),
+        "transformers.Trainer._save_checkpoint": ("self._save_optimizer_and_scheduler(output_dir)",),
+        "transformers.Trainer.prediction_step": ("self._get_num_items_in_batch(",),
+    },
+}
+
+
+def _find(path: str) -> Any:
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found = import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(path)
+
+
+def _problem(path: str, wanted: tuple[str, ...], has: Callable[[Any, str], bool]) -> str | None:
+    try:
+        found = _find(path)
+    except (AttributeError, ImportError):
+        return f"{path} is gone"
+    missing = [name for name in wanted if not has(found, name)]
+    return f"{path} has no {', '.join(missing)}" if missing else None
+
+
+def _takes(found: Any, name: str) -> bool:
+    return name in inspect.signature(found).parameters
+
+
+def _says(found: Any, text: str) -> bool:
+    return text in inspect.getsource(found)
+
+
+@pytest.mark.parametrize("host", list(_NAMES))
+def test_names_are_there(host: str) -> None:
+    """All that are gone are listed at once."""
+    pytest.importorskip(host)
+    problems = [_problem(path, names, _takes) for path, names in _NAMES[host].items()]
+    problems += [_problem(path, texts, _says) for path, texts in _CALLS[host].items()]
+    assert not list(filter(None, problems)), "\n".join(filter(None, problems))
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    assert _problem("json.JSONEncoder.gone", (), _takes) == "json.JSONEncoder.gone is gone"
+    assert _problem("json.JSONEncoder.encode", ("o", "x"), _takes) == "json.JSONEncoder.encode has no x"

@@ -1,0 +1,94 @@
+"""Trainers of TRL with the mixin train as they do in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("trl")
+
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
+from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, gpt2
+
+_WORDS = [f"w{number}" for number in range(3, VOCAB)]
+
+
+class _MySFTTrainer(MicsTrainerMixin, SFTTrainer):
+    """What the docs show."""
+
+
+class _MyDPOTrainer(MicsTrainerMixin, DPOTrainer):
+    """The same for preferences."""
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "<s>", "</s>", *_WORDS]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def _text(number: int, length: int) -> str:
+    return " ".join(_WORDS[(number * 7 + step * 3) % len(_WORDS)] for step in range(length))
+
+
+def _sft(folder: str, world_size: int | None) -> list[dict[str, float]]:
+    from datasets import Dataset
+
+    rows = [{"text": _text(number, 3 + number % 5)} for number in range(48)]
+    return _train(SFTTrainer, _MySFTTrainer, SFTConfig, folder, world_size, Dataset.from_list(rows))
+
+
+def _dpo(folder: str, world_size: int | None) -> list[dict[str, float]]:
+    from datasets import Dataset
+
+    rows = [
+        {"prompt": _text(n, 2), "chosen": " " + _text(n + 1, 3), "rejected": " " + _text(n + 2, 3)}
+        for n in range(48)
+    ]
+    return _train(DPOTrainer, _MyDPOTrainer, DPOConfig, folder, world_size, Dataset.from_list(rows))
+
+
+def _train(
+    plain: Any, ours: Any, config: Any, folder: str, world_size: int | None, data: Any
+) -> list[dict[str, float]]:
+    fresh_accelerate()
+    args = arguments(
+        folder,
+        config=config,
+        max_steps=3,
+        per_device_train_batch_size=8 // (world_size or 1),
+        gradient_accumulation_steps=2,
+        bf16=False,
+    )
+    given = {"train_dataset": data, "processing_class": _tokenizer()}
+    if world_size is None:
+        trainer = plain(gpt2(), args, **given)
+    else:
+        trainer = ours(gpt2(), args, mics_config=MicsConfig(partition_size=2), **given)
+    trainer.train()
+    names = ("loss", "grad_norm", "rewards/margins")
+    return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("train", [_sft, _dpo])
+def test_losses_and_norms_of_one_process(train: Any, tmp_path: Path) -> None:
+    """Supervised fine-tuning, and preferences against a reference model that is sharded too."""
+    (expected,) = run_ranks(1, train, str(tmp_path), None, launch="none")
+    assert len([entry for entry in expected if "loss" in entry]) == 3
+    for found in run_ranks(4, train, str(tmp_path), 4):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
