@@ -47,6 +47,7 @@ class _Pair(NamedTuple):
 
 def _holders() -> list[Any]:
     """Objects whose private attributes the sources read."""
+    import accelerate
     import fsspec
     import transformers
 
@@ -63,7 +64,8 @@ def _holders() -> list[Any]:
     ]
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
     found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo._Options]
-    return [*found, transformers.PreTrainedModel, transformers.AutoModel, fsspec.AbstractFileSystem]
+    found += [transformers.PreTrainedModel, transformers.AutoModel, accelerate.state.AcceleratorState]
+    return [*found, fsspec.AbstractFileSystem]
 
 
 def _is_private(name: str) -> bool:

@@ -44,7 +44,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
         flat = unit.full_of_masters(unit.master)
         if keep:
             for index, value in enumerate(split_whole(unit, flat)):
-                whole[id(unit.shards[index])] = value.cpu() if cpu else value.clone()
+                # On the CPU too a copy: who saves tensors that share their memory takes them for tied ones.
+                whole[id(unit.shards[index])] = value.to("cpu", copy=True) if cpu else value.clone()
     if not keep:
         return {}
     state = {}

@@ -225,9 +225,7 @@ def _losses(folder: str, options: dict[str, Any]) -> list[float]:
     [
         ({"bf16": True}, 2e-2),
         ({"neftune_noise_alpha": 5.0}, 0.3),
-        pytest.param(
-            {"torch_compile": True, "torch_compile_backend": "eager"}, 1e-5, marks=pytest.mark.full
-        ),
+        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, 1e-5, marks=pytest.mark.full),
         ({"auto": "evaluate first"}, 1e-5),
     ],
 )

@@ -74,10 +74,12 @@ def _train(
         bf16=False,
     )
     given = {"train_dataset": data, "processing_class": _tokenizer()}
+    if plain is DPOTrainer:
+        given["ref_model"] = gpt2()
     if world_size is None:
-        trainer = plain(gpt2(), args, **given)
+        trainer = plain(model=gpt2(), args=args, **given)
     else:
-        trainer = ours(gpt2(), args, mics_config=MicsConfig(partition_size=2), **given)
+        trainer = ours(model=gpt2(), args=args, mics_config=MicsConfig(partition_size=2), **given)
     trainer.train()
     names = ("loss", "grad_norm", "rewards/margins")
     return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]

@@ -27,8 +27,14 @@ from mics.state_dict import full_state_dict
 __all__ = ["Accelerator", "MicsConfig"]
 
 _FOLDER: Final = "mics"
-_OTHERS: Final = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-_OTHERS_AND_MESHES: Final = (*_OTHERS, "torch_tp_plugin", "parallelism_config")
+_REFUSED: Final = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+    "parallelism_config",
+)
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,7 +51,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     _optimizers: list[Optimizer]
 
     def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
-        for name in _OTHERS_AND_MESHES:
+        for name in _REFUSED:
             if options.get(name) is not None:
                 raise SettingsError(
                     f"{name}: expected None, found {options[name]!r}; mics shards the model itself: pass "

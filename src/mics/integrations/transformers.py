@@ -81,6 +81,7 @@ class MicsTrainerMixin(_Base):
         """Write the whole model, for ``from_pretrained``; all ranks gather it."""
         whole = self.accelerator.get_state_dict(self.model) if state_dict is None else state_dict
         super()._save(output_dir, whole)
+        self.accelerator.wait_for_everyone()  # then every rank may read it
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part of masters and optimizer state."""
