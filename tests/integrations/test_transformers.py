@@ -18,6 +18,7 @@ pytest.importorskip("accelerate")
 from transformers import Trainer
 
 import mics
+from mics.engine import engine_of
 from mics.integrations.transformers import MicsConfig, MicsTrainer
 from tests.integrations.hugging_face import arguments, fresh_accelerate, gpt2, llama, tokens
 
@@ -263,3 +264,32 @@ def test_refused(options: dict[str, Any], name: str, tmp_path: Path) -> None:
     """At construction, by the argument's name."""
     with pytest.raises(mics.SettingsError, match=f"^{name}: expected"):
         _trainer(str(tmp_path), 1, 1, **options)
+
+
+class _Watched(MicsTrainer):
+    """Writes down what each micro-step knows of the step it belongs to."""
+
+    def compute_loss(self, model: Any, *args: Any, **options: Any) -> Any:
+        progress = engine_of(model).progress
+        self.seen = [*getattr(self, "seen", []), (progress.more_to_come, progress.announced)]
+        return super().compute_loss(model, *args, **options)
+
+
+def _micro_steps(folder: str) -> list[tuple[bool, bool]]:
+    fresh_accelerate()
+    model = gpt2()
+    args = arguments(folder, max_steps=2, gradient_accumulation_steps=3, per_device_train_batch_size=2)
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)  # built before the model is sharded
+    config = MicsConfig(partition_size=2)
+    trainer = _Watched(model, args, train_dataset=tokens(96), optimizers=optimizers, mics_config=config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.train()
+    after = _whole(trainer)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    return trainer.seen
+
+
+def test_the_last_micro_step_is_announced(tmp_path: Path) -> None:
+    """And an optimizer that was passed in trains the shards."""
+    step = [(True, False), (True, False), (False, True)]
+    assert run_ranks(2, _micro_steps, str(tmp_path)) == [step * 2] * 2
