@@ -185,6 +185,8 @@ def test_refused() -> None:
     }.items():
         with pytest.raises(mics.SettingsError, match=f"^{name}: expected None"):
             Accelerator(**{name: value})
+    with pytest.raises(mics.SettingsError, match=r"^mics_config: expected a MicsConfig"):
+        Accelerator(cpu=True, mics_config={"partition_size": 2})
     accelerator = _accelerator(1, 1)
     for call in (
         accelerator.register_save_state_pre_hook,
@@ -208,3 +210,33 @@ def test_the_config_has_what_shard_takes() -> None:
 
     taken = {p.name: p.default for p in signature(mics.shard).parameters.values() if p.name != "model"}
     assert {field.name: field.default for field in fields(MicsConfig)} == taken
+
+
+def _scaled(init_scale: float) -> tuple[list[float], list[bool], float]:
+    """What accelerate sets up for float16 on a GPU, on the CPU: autocast and a gradient scaler."""
+    accelerator = _accelerator(2, 1, mixed_precision="fp16")
+    accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=init_scale)
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses, skipped = [], []
+    for sample in tokens(6)[accelerator.process_index :: accelerator.num_processes]:
+        loss = model(**{name: value[None] for name, value in sample.items()}).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    assert next(iter(engine_of(model).units)).whole.params[0].dtype == torch.float16
+    return losses, skipped, accelerator.scaler.get_scale()
+
+
+def test_float16_with_a_scaler() -> None:
+    """The scale does not change the losses; all ranks leave out a step that overflows on some."""
+    small, large = run_ranks(2, _scaled, 2.0**4), run_ranks(2, _scaled, 2.0**10)
+    assert small[0] == small[1]
+    assert small[0][0] == pytest.approx(large[0][0], rel=1e-2)
+    assert small[0][1] == [False] * 3
+    overflowing = run_ranks(2, _scaled, 2.0**40)
+    assert overflowing[0] == overflowing[1]
+    assert overflowing[0][1] == [True] * 3 and overflowing[0][2] == 2.0**37

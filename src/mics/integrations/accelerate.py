@@ -76,6 +76,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         if self.mixed_precision == "fp8":
             raise SettingsError("mixed_precision: expected 'no', 'bf16' or 'fp16', found 'fp8'; use 'bf16'")
+        if not (mics_config is None or isinstance(mics_config, MicsConfig)):
+            raise SettingsError(f"mics_config: expected a MicsConfig or None, found {mics_config!r}")
         self.mics_config = MicsConfig() if mics_config is None else mics_config
         self._replacements = WeakIdKeyDictionary()  # parameter from before sharding -> its shard
 
