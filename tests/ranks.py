@@ -266,7 +266,10 @@ def _worker(conn: Connection, index: int, stacks: str) -> None:
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis"]
 _PRELOADED += ["mics", "mics.checkpoint", "mics.train.loop"]
 # What takes two seconds in each worker, and few tests need: where the tests at hand have imported it.
-_PRELOADED_WITH = {"transformers": "transformers.models.gpt2.modeling_gpt2"}
+_PRELOADED_WITH = {
+    "transformers": "transformers.models.gpt2.modeling_gpt2",
+    "lightning": "mics.integrations.lightning",
+}
 
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
