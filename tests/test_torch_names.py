@@ -49,6 +49,8 @@ def _holders() -> list[Any]:
     """Objects whose private attributes the sources read."""
     import fsspec
     import transformers
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy
+    from lightning.pytorch.strategies import DDPStrategy
 
     found: list[Any] = [
         os,
@@ -62,6 +64,7 @@ def _holders() -> list[Any]:
         torch.UntypedStorage,
     ]
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
+    found += [DDPStrategy(), FabricStrategy()]
     found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo._Options]
     return [*found, transformers.PreTrainedModel, transformers.AutoModel, fsspec.AbstractFileSystem]
 

@@ -83,13 +83,14 @@ def test_micro_steps_are_announced() -> None:
 
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
 def test_a_run_goes_on_on_two_ranks(state_dict_type: str, tmp_path: Path) -> None:
-    """Saved after the first of two epochs; then as if nothing had happened."""
+    """Saved after the first of two epochs; then as if nothing had happened, also from the meta device."""
     path = str(tmp_path / "model.ckpt")
     settings = {"state_dict_type": state_dict_type}
     expected = plain(max_epochs=2)
     first = sharded(4, {"partition_size": 2, **settings}, kwargs={"save_to": path})
     assert Path(path).is_dir() == (state_dict_type == "sharded")
-    second = sharded(2, {"partition_size": 2, **settings}, kwargs={"ckpt_path": path}, max_epochs=2)
+    kind = OnMeta if state_dict_type == "sharded" else Regression
+    second = sharded(2, {"partition_size": 2, **settings}, kind, kwargs={"ckpt_path": path}, max_epochs=2)
     check({name: first[name] + second[name] for name in first}, expected)
     if state_dict_type == "full":  # a file like any other
         [alone] = run_ranks(1, fit, 1, None, {"max_epochs": 2}, launch="none", kwargs={"ckpt_path": path})
@@ -151,9 +152,9 @@ def test_precisions(precision: str) -> None:
 
 
 def test_a_model_without_memory() -> None:
-    """Built on the meta device in ``configure_model``: it learns, and no rank ever held the whole."""
-    found = sharded(2, {"partition_size": 2}, OnMeta, max_epochs=3)
-    assert found["loss"][-1] < found["loss"][0]
+    """Built on the meta device in ``configure_model``: modules initialise themselves, and it learns."""
+    found = sharded(2, {"partition_size": 2}, OnMeta, max_epochs=2, limit_val_batches=0)
+    assert sum(found["loss"][6:]) < sum(found["loss"][:6])
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

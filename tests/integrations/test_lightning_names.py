@@ -65,8 +65,7 @@ CALLERS = [
 
 
 def _found(path: str) -> object | None:
-    module, _, rest = path.partition(":")
-    parts = module.split(".")
+    parts = path.split(".")
     for split in range(len(parts), 0, -1):
         try:
             found: object = import_module(".".join(parts[:split]))

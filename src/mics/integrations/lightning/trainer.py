@@ -102,6 +102,7 @@ class MicsStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         _refuse_averages(trainer)
         if not is_sharded(model):
+            self._reset_optimizers_and_schedulers()  # of another model
             if is_fitting and self._layer_sync is not None:
                 self._layer_sync.apply(model)
             self.precision_plugin.convert_module(model)
@@ -184,8 +185,14 @@ class MicsStrategy(DDPStrategy):
         path = str(self.broadcast(checkpoint_path))
         if not self.broadcast(is_folder(path)):
             return super().load_checkpoint(path, weights_only=weights_only)
-        strict = self._module.strict_loading
-        rest = load_folder(path, self._module, self.optimizers, strict=strict, weights_only=weights_only)
+        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        rest = load_folder(
+            path,
+            self._module,
+            self.optimizers if is_fitting else None,
+            strict=self._module.strict_loading,
+            weights_only=weights_only,
+        )
         return {**rest, "optimizer_states": []}  # they have it
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -193,7 +200,12 @@ class MicsStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        states = checkpoint["optimizer_states"]
+        if states and len(states) != len(self.optimizers):
+            raise SettingsError(
+                f"ckpt_path: expected the state of {len(self.optimizers)} optimizers, found {len(states)}"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=False):  # none: from a folder
             optimizer.load_state_dict(state)
 
     @property
