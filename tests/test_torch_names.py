@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def _holders() -> list[Any]:
         torch.UntypedStorage,
     ]
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
-    found += [DDPStrategy(), FabricStrategy()]
+    found += [DDPStrategy, FabricStrategy, SimpleNamespace(_layer_sync=DDPStrategy()._layer_sync)]
     found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo._Options]
     return [*found, transformers.PreTrainedModel, transformers.AutoModel, fsspec.AbstractFileSystem]
 

@@ -128,6 +128,7 @@ def test_manual_optimization_with_two_optimizers() -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_gradients_are_clipped(algorithm: str) -> None:
+    """By the norm of the whole model, or by value: the losses that follow are those of one process."""
     options = {"gradient_clip_val": 0.5 if algorithm == "norm" else 0.05}
     options |= {"gradient_clip_algorithm": algorithm, "limit_train_batches": 3, "limit_val_batches": 0}
     expected = plain(WithSGD, **options)
