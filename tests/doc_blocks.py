@@ -194,6 +194,7 @@ def run_blocks(blocks: list[Block], folder: str, ports: list[int]) -> None:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("error", FutureWarning)
+            warnings.filterwarnings("ignore", ".*treespec", FutureWarning)  # torch of Lightning
             for block in blocks:
                 _enter_group(block, stores)
                 _run(block, namespace)

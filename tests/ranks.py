@@ -269,6 +269,7 @@ _PRELOADED += ["mics", "mics.checkpoint", "mics.train.loop"]
 _PRELOADED_WITH = {
     "transformers": "transformers.models.gpt2.modeling_gpt2",
     "transformers.trainer": "transformers.trainer",
+    "lightning": "mics.integrations.lightning",
 }
 
 _WORKER_ENVIRONMENT = {

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ def _holders() -> list[Any]:
     import accelerate
     import fsspec
     import transformers
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy
+    from lightning.pytorch.strategies import DDPStrategy
 
     found: list[Any] = [
         os,
@@ -63,6 +66,7 @@ def _holders() -> list[Any]:
         torch.UntypedStorage,
     ]
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
+    found += [DDPStrategy, FabricStrategy, SimpleNamespace(_layer_sync=DDPStrategy()._layer_sync)]
     found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo._Options]
     found += [transformers.PreTrainedModel, transformers.AutoModel, accelerate.state.AcceleratorState]
     return [*found, fsspec.AbstractFileSystem]
