@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,8 +14,8 @@ from torch.distributed import distributed_c10d
 from mics.comm.codec import PLAIN, Codec
 from mics.comm.counter import TrafficCounter
 from mics.comm.liveness import Liveness
-from mics.comm.messages import spread, swap, tag_of
-from mics.comm.protocol import Action, Pairs
+from mics.comm.messages import Message, exchange, spread, swap, tag_of
+from mics.comm.protocol import Action, Pairs, Parts
 from mics.errors import CollectiveError
 
 # Not among torch's public names, unlike the options of the other collectives.
@@ -58,6 +58,7 @@ class GroupCollectives:
         self._position = 0 if group is None else dist.get_rank(group)
         self.is_real = not hasattr(group, "imagined_cluster")  # gloo then, as far as CPU tensors go
         self._scratch = _Scratch()
+        self._has_met = False
         self._liveness = None if group is None else liveness
         self._journal = None
         if self._liveness is not None and group is not None:
@@ -121,6 +122,42 @@ class GroupCollectives:
 
     def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
         return (("", partial(self.gather_together, pairs, label)),)
+
+    def holds(self, to: int | None) -> range:
+        receives = to is None or to == self._position
+        return range(self._size) if receives else range(self._position, self._position + 1)
+
+    def exchange_stages(
+        self, tensors: Sequence[Parts], label: str, to: int | None = None
+    ) -> Sequence[tuple[str, Action]]:
+        return (("", partial(self.exchange, tensors, label, to)),)
+
+    def exchange(self, tensors: Sequence[Parts], label: str, to: int | None = None) -> None:
+        """Every member's parts go to all others, or to one: as one message where the backend can do that."""
+        if self._size == 1:
+            return
+        own = self._position
+        others = [member for member in range(self._size) if member != own]
+        targets = others if to is None else [member for member in others if member == to]
+        sources = others if to in (None, own) else []
+        parts = [part(range(own, own + 1)) for part in tensors]
+        sent = _messages((target, number, each) for target in targets for number, each in enumerate(parts))
+        received = _messages(
+            (source, number, part(range(source, source + 1)))
+            for source in sources
+            for number, part in enumerate(tensors)
+        )
+        self._count("all_gather" if to is None else "gather", sum(tensor.nbytes for *_, tensor in sent))
+        kind = "all-gather" if to is None else "gather"
+        if self._is_gloo(parts[0]):
+            self._call(kind, label, exchange, received, sent, tag_of(kind, label))
+            return
+        if (
+            self.is_real and not self._has_met
+        ):  # what is sent from member to member does not make a communicator
+            self._call("all-reduce", label, dist.all_reduce, parts[0].new_zeros(1, dtype=torch.float32))
+            self._has_met = True
+        self._call(kind, label, _pass_on if self.is_real else _imagine_exchange, received, sent)
 
     def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
         return (("", partial(self.reduce_together, pairs, label, codec)),)
@@ -268,6 +305,33 @@ class _Scratch:
         if use not in self._by_use or self._by_use[use].numel() < nbytes:
             self._by_use[use] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
         return self._by_use[use][:nbytes].view(dtype)
+
+
+def _messages(found: Iterable[Message]) -> list[Message]:
+    """What travels: nothing does not."""
+    return [message for message in found if message[2].numel()]
+
+
+def _pass_on(received: Sequence[Message], sent: Sequence[Message], group: Any) -> None:
+    """All messages at once. Those from one member to another keep their order."""
+    ops = [dist.P2POp(dist.irecv, each, group=group, group_peer=source) for source, _, each in received]
+    ops += [dist.P2POp(dist.isend, each, group=group, group_peer=target) for target, _, each in sent]
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+
+
+def _imagine_exchange(received: Sequence[Message], sent: Sequence[Message], group: Any) -> None:
+    """For imagined members, who answer collectives alone: tensor by tensor."""
+    for number in sorted({number for _, number, _ in (*received, *sent)}):
+        places = {member: tensor for member, each, tensor in received if each == number}
+        values = {member: tensor for member, each, tensor in sent if each == number}
+        nothing = next(iter((places or values).values()))[:0]
+        members = range(dist.get_world_size(group))
+        dist.all_to_all(
+            [places.get(member, nothing) for member in members],
+            [values.get(member, nothing) for member in members],
+            group=group,
+        )
 
 
 def _coalesced_gather(outs: list[Tensor], shards: list[Tensor], group: Any) -> None:

@@ -12,6 +12,8 @@ from mics.comm.codec import PLAIN, Codec
 Action = Callable[[], None]
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Where results go and where they come from, for several tensors that travel as one collective."""
+Parts = Callable[[range], Tensor]
+"""Of one tensor, what members at consecutive positions hold together: 1-D, empty where they have nothing."""
 
 
 class Collectives(Protocol):
@@ -58,6 +60,19 @@ class Collectives(Protocol):
         """``all_gather`` of all pairs (out, shard) as one, in its parts.
 
         Each part comes with the name of the link it uses; they are to be done in this order.
+        """
+        ...
+
+    def holds(self, to: int | None) -> range:
+        """The positions whose parts this member has after ``exchange_stages``."""
+        ...
+
+    def exchange_stages(
+        self, tensors: Sequence[Parts], label: str, to: int | None = None
+    ) -> Sequence[tuple[str, Action]]:
+        """Members bring their parts, of any size, to all others or to the member at position ``to``.
+
+        Each member gives memory for the positions that it ``holds``, with its own part filled.
         """
         ...
 
