@@ -394,8 +394,8 @@ class _Stream:
         if check and self._count_edits() != self._edits:
             raise MicsError(
                 f"{_CALL}: expected the parameters to stay as they were when it was called, found them "
-                "changed (by an optimizer step, an edit or a checkpoint that was loaded); change them after the last "
-                "one has come"
+                "changed (by an optimizer step, an edit, a checkpoint that was loaded); change them after "
+                "the last one has come"
             )
         by_way: dict[_Way, list[_Parcel]] = {}
         parcels: list[_Parcel] = []
@@ -411,8 +411,8 @@ class _Stream:
                 tickets += way.bring(own, label)
         return _Bucket(parcels, tickets)
 
-    def _count_edits(self) -> tuple[tuple[int, int], ...]:
-        return tuple((unit.num_edits(), unit.num_refreshes) for unit in self._units)
+    def _count_edits(self) -> int:
+        return sum(unit.num_edits() for unit in self._units)
 
 
 def _plan_buckets(wanted: Iterable[_Wanted], bucket_nbytes: int) -> list[list[_Wanted]]:
