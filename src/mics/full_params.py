@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from mics.comm.journal import calling, collective_call, in_call
+from mics.comm.journal import collective_call
 from mics.comm.lanes import Ticket
 from mics.comm.world import UnitGroups
 from mics.engine import engines_of, units_of
@@ -400,15 +400,15 @@ class _Stream:
         by_way: dict[_Way, list[_Parcel]] = {}
         parcels: list[_Parcel] = []
         tickets: list[Ticket] = []
-        with torch.inference_mode(False), torch.no_grad(), plainly(), calling(_CALL):
+        with torch.inference_mode(False), torch.no_grad(), plainly():
             for each in bucket:
                 way = self._way(groups=each.unit.groups, over_replicas=each.source.over_replicas)
                 if way.takes_part:
                     parcels.append(_Parcel(each, way.held(each.unit, each.source)))
                     by_way.setdefault(way, []).append(parcels[-1])
-            label = in_call(bucket[0].name if len(bucket) == 1 else f"{bucket[0].name} to {bucket[-1].name}")
+            names = bucket[0].name if len(bucket) == 1 else f"{bucket[0].name} to {bucket[-1].name}"
             for way, own in by_way.items():
-                tickets += way.bring(own, label)
+                tickets += way.bring(own, f"{names} ({_CALL})")
         return _Bucket(parcels, tickets)
 
     def _count_edits(self) -> int:
