@@ -96,9 +96,9 @@ def _without_gloo() -> list[str]:
     """As over NCCL: one batch of messages from rank to rank."""
     from unittest.mock import patch
 
-    from mics.comm.group import GroupCollectives
+    from mics.comm.calls import GroupCalls
 
-    with patch.object(GroupCollectives, "_is_gloo", lambda *_: False):
+    with patch.object(GroupCalls, "is_gloo", lambda *_: False):
         return _streams(_SETTINGS[1:2], partition_size=2)
 
 

@@ -313,10 +313,10 @@ class _Way:
         groups, after = self.groups, []
         if self.over_replicas:
             parts = [parcel.of_pieces for parcel in parcels]
-            after.append(groups.replication.exchange(parts, label, self.to_piece))
+            after.append(groups.replication.gather_parts(parts, label, self.to_piece))
             yield from after
         if self.in_partition_group and groups.gather.size > 1:
-            yield groups.gather.exchange([p.of_chunks for p in parcels], label, self.to_chunk, after)
+            yield groups.gather.gather_parts([p.of_chunks for p in parcels], label, self.to_chunk, after)
 
 
 class _Bucket:

@@ -261,14 +261,14 @@ class LanedCollectives:
         return self._chain(stages, ("all-gather", label), after)
 
     def holds(self, to: int | None) -> range:
-        """The positions whose parts this member has after ``exchange``."""
-        return self._collectives.holds(to)
+        """The positions whose parts this member has after ``gather_parts``."""
+        return self._collectives.uneven.holds(to)
 
-    def exchange(
+    def gather_parts(
         self, tensors: Sequence[Parts], label: str, to: int | None = None, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """Members bring their parts, of any size, to all others or to the member at position ``to``."""
-        stages = self._collectives.exchange_stages(tensors, label, to)
+        stages = self._collectives.uneven.stages(tensors, label, to)
         return self._chain(stages, ("all-gather", label), after)
 
     def lay_out(self, action: Action, label: str, after: Sequence[Ticket] = ()) -> Ticket:

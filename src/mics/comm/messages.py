@@ -45,7 +45,7 @@ Message = tuple[int, int, Tensor]
 """A member, the number of a message among those with one tag, and where it is or goes."""
 
 
-def exchange(
+def deliver(
     received: Sequence[Message], sent: Sequence[Message], tag: int, *, group: dist.ProcessGroup
 ) -> None:
     """Receive from and send to each member as many messages as there are for it."""

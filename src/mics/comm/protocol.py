@@ -16,6 +16,23 @@ Parts = Callable[[range], Tensor]
 """Of one tensor, what members at consecutive positions hold together: 1-D, empty where they have nothing."""
 
 
+class UnevenGather(Protocol):
+    """Gathers of parts that have any size, over one group."""
+
+    def holds(self, to: int | None) -> range:
+        """The positions whose parts this member has afterwards."""
+        ...
+
+    def stages(
+        self, tensors: Sequence[Parts], label: str, to: int | None = None
+    ) -> Sequence[tuple[str, Action]]:
+        """Members bring their parts to all others, or to the member at position ``to``.
+
+        Each member gives memory for the positions that it ``holds``, with its own part filled.
+        """
+        ...
+
+
 class Collectives(Protocol):
     """Collectives over one group. ``label`` names the unit, for errors and traces.
 
@@ -29,6 +46,9 @@ class Collectives(Protocol):
 
     @property
     def position(self) -> int: ...
+
+    @property
+    def uneven(self) -> UnevenGather: ...
 
     @property
     def staging_nbytes(self) -> int:
@@ -60,19 +80,6 @@ class Collectives(Protocol):
         """``all_gather`` of all pairs (out, shard) as one, in its parts.
 
         Each part comes with the name of the link it uses; they are to be done in this order.
-        """
-        ...
-
-    def holds(self, to: int | None) -> range:
-        """The positions whose parts this member has after ``exchange_stages``."""
-        ...
-
-    def exchange_stages(
-        self, tensors: Sequence[Parts], label: str, to: int | None = None
-    ) -> Sequence[tuple[str, Action]]:
-        """Members bring their parts, of any size, to all others or to the member at position ``to``.
-
-        Each member gives memory for the positions that it ``holds``, with its own part filled.
         """
         ...
 

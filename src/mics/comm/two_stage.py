@@ -10,7 +10,8 @@ from torch import Tensor
 from mics.comm.codec import PLAIN, Codec
 from mics.comm.counter import TrafficCounter
 from mics.comm.group import GroupCollectives
-from mics.comm.protocol import Action, Pairs, Parts
+from mics.comm.protocol import Action, Pairs
+from mics.comm.uneven import TwoStageUneven
 
 
 class TwoStageCollectives:
@@ -30,6 +31,7 @@ class TwoStageCollectives:
         self._intra = intra
         self._inter = inter
         self._counter = counter
+        self.uneven = TwoStageUneven(intra=intra.uneven, inter=inter.uneven, counter=counter)
 
     @property
     def size(self) -> int:
@@ -63,31 +65,6 @@ class TwoStageCollectives:
             ("intra", partial(self._intra.gather_together, intra, label)),
         )
 
-    def holds(self, to: int | None) -> range:
-        if to is None or to == self.position:
-            return range(self.size)
-        if to % self._inter.size == self._inter.position:
-            first = self._intra.position * self._inter.size
-            return range(first, first + self._inter.size)
-        return range(self.position, self.position + 1)
-
-    def exchange_stages(
-        self, tensors: Sequence[Parts], label: str, to: int | None = None
-    ) -> Sequence[tuple[str, Action]]:
-        num_nodes = self._inter.size
-        own = range(self.position, self.position + 1)
-        num_targets = self.size - 1 if to is None else int(to != self.position)
-        kind = "all_gather" if to is None else "gather"
-        self._counter.add("partition", kind, num_targets * sum(part(own).nbytes for part in tensors))
-        first = self._intra.position * num_nodes
-        inter = [partial(_in_block, part, first) for part in tensors]
-        intra = [partial(_of_blocks, part, num_nodes) for part in tensors]
-        to_node, to_local = (None, None) if to is None else (to % num_nodes, to // num_nodes)
-        stages = [("inter", partial(self._inter.exchange, inter, label, to_node))]
-        if to_node in (None, self._inter.position):
-            stages.append(("intra", partial(self._intra.exchange, intra, label, to_local)))
-        return stages
-
     def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
         self._counter.add(
             "partition", "reduce_scatter", sum((self.size - 1) * _wire_nbytes(out, codec) for out, _ in pairs)
@@ -120,16 +97,6 @@ class TwoStageCollectives:
     def broadcast(self, tensor: Tensor, label: str) -> None:
         self._inter.broadcast(tensor, label)
         self._intra.broadcast(tensor, label)
-
-
-def _in_block(part: Parts, first: int, nodes: range) -> Tensor:
-    """What the ranks on these nodes hold together, of the block of chunks that begins at ``first``."""
-    return part(range(first + nodes.start, first + nodes.stop))
-
-
-def _of_blocks(part: Parts, num_nodes: int, locals_: range) -> Tensor:
-    """What these blocks hold together."""
-    return part(range(locals_.start * num_nodes, locals_.stop * num_nodes))
 
 
 def _wire_nbytes(values: Tensor, codec: Codec) -> int:
