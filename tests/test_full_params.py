@@ -119,6 +119,36 @@ def _cuda_language() -> nn.Module:
     return toys.Language().cuda()
 
 
+def _with_mesh() -> list[str]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return _streams(_SETTINGS[:2], steps=1, bf16=True, mesh=DeviceMesh("cpu", [[0, 3], [2, 1]]))
+
+
+def test_values_over_a_mesh_in_another_order() -> None:
+    """Ranks of one partition group have different places among their replicas."""
+    assert run_ranks(4, _with_mesh) == [[]] * 4
+
+
+def _with_a_new_head() -> list[str]:
+    import mics
+
+    model = _model(toys.FrozenMiddle, partition_size=2)
+    model.head = mics.shard(nn.Linear(toys.DIM, 3), partition_size=4)
+    expected = _named(model)
+    wrong = []
+    for rank in (None, 1):
+        found = list(mics.iter_full_params(model, bucket_nbytes=700, rank=rank))
+        if not _same(found, expected if rank in (None, dist.get_rank()) else []):
+            wrong.append(f"to {rank}")
+    return wrong
+
+
+def test_values_of_parts_that_were_sharded_later() -> None:
+    """A bucket may have parameters of several partition sizes."""
+    assert run_ranks(4, _with_a_new_head) == [[]] * 4
+
+
 # -- names -----------------------------------------------------------------------------------------------
 
 
