@@ -26,7 +26,7 @@ class GroupCalls:
         purpose: str,
     ) -> None:
         self._group = group  # None: a world of one process that never called init_process_group
-        self._axis = axis
+        self.axis = axis
         self._counter = counter
         self.size = 1 if group is None else dist.get_world_size(group)
         self.position = 0 if group is None else dist.get_rank(group)
@@ -42,7 +42,7 @@ class GroupCalls:
 
     def count(self, kind: str, nbytes: int) -> None:
         """This rank sends so many bytes in a collective."""
-        self._counter.add(self._axis, kind, nbytes)
+        self._counter.add(self.axis, kind, nbytes)
 
     def call(self, kind: str, label: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Join a collective. If it fails, the error names it and who is gone."""
@@ -54,6 +54,6 @@ class GroupCalls:
             culprits = "" if self._liveness is None else self._liveness.explain()
             members = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
             raise CollectiveError(
-                f"{kind} of {label} failed in the {self._axis} group of ranks {members}. {culprits}"
+                f"{kind} of {label} failed in the {self.axis} group of ranks {members}. {culprits}"
                 f"The backend said: {error}"
             ) from error
