@@ -334,7 +334,7 @@ def _late() -> int:
     on_time = GroupCollectives.all_gather
 
     def late(self: GroupCollectives, *args: Any) -> None:
-        if self._axis == "replication":
+        if self._calls.axis == "replication":
             time.sleep(0.05 + 0.05 * dist.get_rank())
         on_time(self, *args)
 

@@ -107,7 +107,7 @@ def _late_losses(prefetch: int | str, axis: str, kind: str) -> list[float]:
     on_time = getattr(GroupCollectives, kind)
 
     def late(self: GroupCollectives, *args: Any) -> None:
-        if self._axis == axis:
+        if self._calls.axis == axis:
             time.sleep(0.02)
         on_time(self, *args)
 

@@ -18,7 +18,7 @@ def test_exports() -> None:
         "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "Profile", "ProfileReport",
         "ReplicaError", "Saving", "SettingsError", "Traffic", "allow_optimizer", "audit_replicas",
         "clip_grad_norm_", "emulate", "full_gradients", "full_optimizer_state_dict", "full_state_dict",
-        "load", "load_full_state_dict", "memory_report", "microsteps", "nonfinite_units",
+        "iter_full_params", "load", "load_full_state_dict", "memory_report", "microsteps", "nonfinite_units",
         "norms", "num_parameters", "profile", "register_forward_method", "save", "shard",
         "summon_full_params", "traffic",
     ]  # fmt: skip

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mics.diagnostics.profiling import Profile, ProfileReport, profile
     from mics.emulator import Emulation, emulate
     from mics.errors import CheckpointError, CollectiveError, MicsError, ReplicaError, SettingsError
+    from mics.full_params import iter_full_params
     from mics.gradients.optimizer import allow_optimizer
     from mics.guard import norms
     from mics.layout.order import Prefetch
@@ -63,6 +64,7 @@ __all__ = [
     "full_gradients",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "iter_full_params",
     "load",
     "load_full_state_dict",
     "memory_report",
@@ -90,6 +92,7 @@ _MODULES = {
     "diagnostics.profiling": ["Profile", "ProfileReport", "profile"],
     "emulator": ["Emulation", "emulate"],
     "errors": ["CheckpointError", "CollectiveError", "MicsError", "ReplicaError", "SettingsError"],
+    "full_params": ["iter_full_params"],
     "gradients.optimizer": ["allow_optimizer"],
     "guard": ["norms"],
     "layout.order": ["Prefetch"],

@@ -1,7 +1,8 @@
-"""From a sharded model in memory to a folder of safetensors, one unit at a time.
+"""From a sharded model in memory to a folder of safetensors, one parameter after the other.
 
-The first rank maps the files at their full length and writes each unit to its places there. No rank holds
-more than one whole unit, and pages of the files leave the host's memory as they are written to disk.
+The first rank maps the files at their full length and writes each parameter to its place there. No rank holds
+more than two buckets of whole parameters (``mics.iter_full_params``), and pages of the files leave the host's
+memory as they are written to disk.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from mics.checkpoint.storage import Draft, LocalStorage, partial_of
 from mics.checkpoint.together import together
 from mics.comm.journal import collective_call
 from mics.errors import CheckpointError
+from mics.full_params import iter_full_params
 from mics.guard import plainly
-from mics.sharding.unit import Unit
-from mics.state_dict import split_whole
 from mics.utils.progress import long_work
 
-_SHARD_NBYTES: Final = 5 * 10**9
+SHARD_NBYTES: Final = 5 * 10**9
 _WHAT: Final = "export"
 
 
@@ -37,43 +37,45 @@ def export_model(
     out: Path,
     *,
     beside: Callable[[Path], None],
-    shard_nbytes: int = _SHARD_NBYTES,
+    shard_nbytes: int = SHARD_NBYTES,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a sharded model to ``out``, parameters in master precision. All ranks must call it.
 
     ``beside`` writes what belongs to it (config, tokenizer) into a folder, on the first rank. ``out`` has its
-    name when everything in it is on disk; a folder of that name is replaced then.
+    name when everything in it is on disk; a folder of that name is replaced then. What is floating-point is
+    cast to ``dtype`` before it travels.
     """
     world, host = join_hosts(_WHAT)
     engine = engine_in(world, model, _WHAT)
     with torch.inference_mode(False), torch.no_grad(), plainly():
         contents = contents_of(model, engine)
         first = world.rank == 0
-        writing = together(host, _WHAT, lambda: _Writing(out, contents, shard_nbytes) if first else None)
-        nbytes = sum(unit.spec.layout.numel * unit.master.element_size() for unit in engine.members.units())
-        with long_work(f"{_WHAT} {out}", nbytes if first else 0) as work:
-            for unit in engine.members.units():
-                flat = unit.full_of_masters(unit.master)
-                if writing is not None:
-                    writing.take(unit, flat)
-                    work.advance(unit.spec.layout.numel * unit.master.element_size())
+        writing = together(
+            host, _WHAT, lambda: _Writing(out, contents, shard_nbytes, dtype) if first else None
+        )
+        with long_work(f"{_WHAT} {out}", 0 if writing is None else writing.nbytes) as work:
+            for name, value in iter_full_params(model, dtype=dtype, rank=0):
+                assert writing is not None
+                writing.take(name, value)
+                work.advance(value.nbytes)
         together(host, _WHAT, lambda: None if writing is None else writing.finish(beside))
 
 
 class _Writing:
-    """The first rank's part: what fails is raised at the end, since the other ranks wait for each unit."""
+    """The first rank's part: what fails is raised at the end, since the other ranks send all the same."""
 
-    def __init__(self, out: Path, contents: Contents, shard_nbytes: int) -> None:
+    def __init__(self, out: Path, contents: Contents, shard_nbytes: int, dtype: torch.dtype | None) -> None:
         self._out = out
         self._storage = LocalStorage()
         self._buffers = contents.buffers
-        self._places = {id(held.shard): held.name for held in contents.params}
         planned = [
-            Planned(name=held.name, dtype=held.unit.master.dtype, shape=held.shape)
+            Planned(name=held.name, dtype=_cast(held.unit.master.dtype, dtype), shape=held.shape)
             for held in contents.params
         ]
+        self.nbytes = sum(each.nbytes for each in planned)
         planned += [
-            Planned(name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
+            Planned(name=name, dtype=_cast(buffer.dtype, dtype), shape=tuple(buffer.shape))
             for name, buffer in contents.buffers.items()
         ]
         self._error: Exception | None = None
@@ -89,15 +91,13 @@ class _Writing:
         for file in self._files:
             self._values.update(file.values)
 
-    def take(self, unit: Unit, flat: Tensor) -> None:
-        """Write one unit."""
+    def take(self, name: str, value: Tensor) -> None:
+        """Write one parameter."""
         if self._error is not None:
             return
         try:
-            for shard, value in zip(unit.shards, split_whole(unit, flat), strict=True):
-                name = self._places.get(id(shard))
-                if name in self._values:
-                    self._values[name].copy_(value.reshape(-1))
+            if name in self._values:  # one without elements has no place
+                self._values[name].copy_(value.reshape(-1))
         except (OSError, RuntimeError) as error:
             self._error = error
 
@@ -124,3 +124,7 @@ class _Writing:
             self._storage.abandon(self._draft)
         reason = error.strerror if isinstance(error, OSError) else None
         return CheckpointError(f"{self._out}: could not be written: {reason or error}")
+
+
+def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from mics.comm.calls import GroupCalls
 from mics.comm.codec import PLAIN, Codec
 from mics.comm.counter import TrafficCounter
 from mics.comm.liveness import Liveness
 from mics.comm.messages import spread, swap, tag_of
 from mics.comm.protocol import Action, Pairs
-from mics.errors import CollectiveError
+from mics.comm.uneven import GroupUneven
 
 # Not among torch's public names, unlike the options of the other collectives.
 _GatherOptions: Any = distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
@@ -51,17 +52,11 @@ class GroupCollectives:
         exchange: bool = False,
     ) -> None:
         self._exchange = exchange  # everybody sends to everybody: one hop in place of a ring's many
-        self._group = group  # None: a world of one process that never called init_process_group
-        self._axis = axis
-        self._counter = counter
-        self._size = 1 if group is None else dist.get_world_size(group)
-        self._position = 0 if group is None else dist.get_rank(group)
-        self.is_real = not hasattr(group, "imagined_cluster")  # gloo then, as far as CPU tensors go
+        self._calls = GroupCalls(group, axis=axis, counter=counter, liveness=liveness, purpose=purpose)
+        self._size, self._position = self._calls.size, self._calls.position
+        self.is_real = self._calls.is_real
+        self.uneven = GroupUneven(self._calls)
         self._scratch = _Scratch()
-        self._liveness = None if group is None else liveness
-        self._journal = None
-        if self._liveness is not None and group is not None:
-            self._journal = self._liveness.journal(purpose, group)
 
     @property
     def size(self) -> int:
@@ -81,43 +76,43 @@ class GroupCollectives:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return
-        self._count("all_gather", (self._size - 1) * shard.nbytes)
-        if self._is_gloo(out):
+        self._calls.count("all_gather", (self._size - 1) * shard.nbytes)
+        if self._calls.is_gloo(out):
             self._swap("all-gather", label, _rows(out, self._size), [shard] * self._size)
         elif self._exchange:
             self._send_to_all(out, shard, label)
         else:
-            self._call("all-gather", label, _all_gather, out, shard)
+            self._calls.call("all-gather", label, _all_gather, out, shard)
 
     def reduce_scatter(self, out: Tensor, buffer: Tensor, label: str) -> None:
         if self._size == 1:
             if out.data_ptr() != buffer.data_ptr():
                 out.copy_(buffer)
             return
-        self._count("reduce_scatter", (self._size - 1) * out.nbytes)
-        if self._is_gloo(buffer):
+        self._calls.count("reduce_scatter", (self._size - 1) * out.nbytes)
+        if self._calls.is_gloo(buffer):
             self._exchange_and_add(out, buffer, label, PLAIN)
         else:
-            self._call("reduce-scatter", label, _reduce_scatter, out, buffer)
+            self._calls.call("reduce-scatter", label, _reduce_scatter, out, buffer)
 
     def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
         if self._size == 1:
             return
-        self._count("all_reduce", 2 * (self._size - 1) * tensor.nbytes // self._size)
-        if self._is_gloo(tensor):
+        self._calls.count("all_reduce", 2 * (self._size - 1) * tensor.nbytes // self._size)
+        if self._calls.is_gloo(tensor):
             self._all_reduce_by_messages(tensor, label, maximum=maximum)
             return
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        self._call("all-reduce", label, dist.all_reduce, tensor, op=op)
+        self._calls.call("all-reduce", label, dist.all_reduce, tensor, op=op)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         if self._size == 1 or tensor.numel() == 0:
             return
-        self._count("broadcast", tensor.nbytes if self._position == 0 else 0)
-        if self._is_gloo(tensor):
-            self._call("broadcast", label, spread, tensor, tag_of("broadcast", label, tensor.nbytes))
+        self._calls.count("broadcast", tensor.nbytes if self._position == 0 else 0)
+        if self._calls.is_gloo(tensor):
+            self._calls.call("broadcast", label, spread, tensor, tag_of("broadcast", label, tensor.nbytes))
         else:
-            self._call("broadcast", label, dist.broadcast, tensor, group_src=0)
+            self._calls.call("broadcast", label, dist.broadcast, tensor, group_src=0)
 
     def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
         return (("", partial(self.gather_together, pairs, label)),)
@@ -136,32 +131,32 @@ class GroupCollectives:
             for out, shard in pairs:
                 self.all_gather(out, shard, label)
             return
-        self._count("all_gather", sum((self._size - 1) * shard.nbytes for _, shard in pairs))
+        self._calls.count("all_gather", sum((self._size - 1) * shard.nbytes for _, shard in pairs))
         outs, shards = [out for out, _ in pairs], [shard for _, shard in pairs]
-        self._call("all-gather", label, _coalesced_gather, outs, shards)
+        self._calls.call("all-gather", label, _coalesced_gather, outs, shards)
 
     def reduce_together(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> None:
         """``reduce_scatter`` of all pairs (out, buffer) likewise, encoded on the way."""
         if self._size > 1 and (_narrows(codec, pairs[0][1]) or self._exchange):
             for out, buffer in pairs:
                 itemsize = codec.wire_dtype(buffer.dtype).itemsize
-                self._count("reduce_scatter", (self._size - 1) * out.numel() * itemsize)
+                self._calls.count("reduce_scatter", (self._size - 1) * out.numel() * itemsize)
                 self._exchange_and_add(out, buffer, label, codec)
         elif not self._coalesces(pairs):
             for out, buffer in pairs:
                 self.reduce_scatter(out, buffer, label)
         else:
-            self._count("reduce_scatter", sum((self._size - 1) * out.nbytes for out, _ in pairs))
+            self._calls.count("reduce_scatter", sum((self._size - 1) * out.nbytes for out, _ in pairs))
             outs, buffers = [out for out, _ in pairs], [buffer for _, buffer in pairs]
-            self._call("reduce-scatter", label, _coalesced_reduce, outs, buffers)
+            self._calls.call("reduce-scatter", label, _coalesced_reduce, outs, buffers)
 
     def all_reduce_together(self, tensors: Sequence[Tensor], label: str, codec: Codec = PLAIN) -> None:
         """``all_reduce`` of each tensor; the result is rounded by ``codec`` on every member alike."""
         narrows = any(_narrows(codec, tensor) for tensor in tensors)
         if not narrows and self._coalesces([(tensor, tensor) for tensor in tensors], exchanges=False):
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            self._count("all_reduce", 2 * (self._size - 1) * nbytes // self._size)
-            self._call("all-reduce", label, _coalesced_all_reduce, list(tensors))
+            self._calls.count("all_reduce", 2 * (self._size - 1) * nbytes // self._size)
+            self._calls.call("all-reduce", label, _coalesced_all_reduce, list(tensors))
             return
         for tensor in tensors:
             if not _narrows(codec, tensor) or tensor.numel() % self._size:
@@ -169,7 +164,7 @@ class GroupCollectives:
             elif self._size > 1:
                 wire = codec.wire_dtype(tensor.dtype)
                 own = tensor.view(self._size, -1)[self._position]
-                self._count("reduce_scatter", (self._size - 1) * own.numel() * wire.itemsize)
+                self._calls.count("reduce_scatter", (self._size - 1) * own.numel() * wire.itemsize)
                 self._exchange_and_add(own, tensor, label, codec)
                 rounded = self._scratch.take("sent", tensor, wire)
                 mine = rounded.view(self._size, -1)[self._position]
@@ -180,7 +175,7 @@ class GroupCollectives:
     def _coalesces(self, pairs: Pairs, *, exchanges: bool | None = None) -> bool:
         same_format = len({shard.dtype for _, shard in pairs}) == 1
         exchanges = self._exchange if exchanges is None else exchanges
-        as_it_is = not (exchanges or self._is_gloo(pairs[0][0]))
+        as_it_is = not (exchanges or self._calls.is_gloo(pairs[0][0]))
         return len(pairs) > 1 and self._size > 1 and same_format and as_it_is
 
     def _exchange_and_add(self, out: Tensor, buffer: Tensor, label: str, codec: Codec) -> None:
@@ -196,11 +191,11 @@ class GroupCollectives:
         if wire is not buffer.dtype:
             sent = self._scratch.take("sent", buffer, wire)
             codec.encode(sent, buffer)
-        if self._is_gloo(sent):
+        if self._calls.is_gloo(sent):
             rows = _rows(received, self._size)
             self._swap("reduce-scatter", label, rows, _rows(sent, self._size))
         else:
-            self._call("reduce-scatter", label, dist.all_to_all_single, received, sent)
+            self._calls.call("reduce-scatter", label, dist.all_to_all_single, received, sent)
             rows = received.view(self._size, -1)
         codec.add_up(out, rows)
 
@@ -209,7 +204,7 @@ class GroupCollectives:
         chunks, sent = list(out.view(self._size, -1).unbind()), [shard] * self._size
         if chunks[self._position].data_ptr() == shard.data_ptr():
             chunks[self._position] = sent[self._position] = shard[:0]
-        self._call("all-gather", label, dist.all_to_all, chunks, sent)
+        self._calls.call("all-gather", label, dist.all_to_all, chunks, sent)
 
     def _all_reduce_by_messages(self, tensor: Tensor, label: str, *, maximum: bool) -> None:
         """Over gloo, added in the order of the members. What does not divide among them is small."""
@@ -229,26 +224,9 @@ class GroupCollectives:
 
     def _swap(self, kind: str, label: str, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """``sent[r]`` to member r, and ``received[r]`` from there. Over gloo."""
-        self._call(kind, label, swap, received, sent, tag_of(kind, label, self._size * received[0].nbytes))
-
-    def _is_gloo(self, tensor: Tensor) -> bool:
-        return self.is_real and tensor.device.type == "cpu"
-
-    def _count(self, kind: str, nbytes: int) -> None:
-        self._counter.add(self._axis, kind, nbytes)
-
-    def _call(self, kind: str, label: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self._liveness is not None and self._journal is not None:
-            self._liveness.enter(self._journal, kind, label)
-        try:
-            collective(*args, group=self._group, **kwargs)
-        except RuntimeError as error:
-            culprits = "" if self._liveness is None else self._liveness.explain()
-            members = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
-            raise CollectiveError(
-                f"{kind} of {label} failed in the {self._axis} group of ranks {members}. {culprits}"
-                f"The backend said: {error}"
-            ) from error
+        self._calls.call(
+            kind, label, swap, received, sent, tag_of(kind, label, self._size * received[0].nbytes)
+        )
 
 
 class _Scratch:

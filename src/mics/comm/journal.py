@@ -19,6 +19,7 @@ _NUM_RECENT: Final = 32  # in each group: enough to tell where ranks parted, lit
 _MAX_NAMED: Final = 8
 _VERBS: Final = {
     "all-gather": "gather",
+    "gather": "gather",
     "reduce-scatter": "reduce",
     "all-reduce": "reduce",
     "broadcast": "broadcast",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mics.comm.codec import PLAIN, Codec
-from mics.comm.protocol import Action, Collectives, Pairs
+from mics.comm.protocol import Action, Collectives, Pairs, Parts
 
 
 def _nothing() -> None:
@@ -258,6 +258,17 @@ class LanedCollectives:
         if prepare is not None:
             stage, action = stages[0]
             stages[0] = (stage, _both(prepare, action))
+        return self._chain(stages, ("all-gather", label), after)
+
+    def holds(self, to: int | None) -> range:
+        """The positions whose parts this member has after ``gather_parts``."""
+        return self._collectives.uneven.holds(to)
+
+    def gather_parts(
+        self, tensors: Sequence[Parts], label: str, to: int | None = None, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """Members bring their parts, of any size, to all others or to the member at position ``to``."""
+        stages = self._collectives.uneven.stages(tensors, label, to)
         return self._chain(stages, ("all-gather", label), after)
 
     def lay_out(self, action: Action, label: str, after: Sequence[Ticket] = ()) -> Ticket:

@@ -41,6 +41,20 @@ def swap(received: Sequence[Tensor], sent: Sequence[Tensor], tag: int, *, group:
         work.wait()
 
 
+Message = tuple[int, int, Tensor]
+"""A member, the number of a message among those with one tag, and where it is or goes."""
+
+
+def deliver(
+    received: Sequence[Message], sent: Sequence[Message], tag: int, *, group: dist.ProcessGroup
+) -> None:
+    """Receive from and send to each member as many messages as there are for it."""
+    works = [group.recv([tensor], source, tag + number) for source, number, tensor in received]
+    works += [group.send([tensor], target, tag + number) for target, number, tensor in sent]
+    for work in works:
+        work.wait()
+
+
 def spread(tensor: Tensor, tag: int, *, group: dist.ProcessGroup) -> None:
     """Everybody's ``tensor`` becomes that of member 0, by a tree: whoever has it sends it on."""
     own, size = group.rank(), group.size()

@@ -12,6 +12,25 @@ from mics.comm.codec import PLAIN, Codec
 Action = Callable[[], None]
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Where results go and where they come from, for several tensors that travel as one collective."""
+Parts = Callable[[range], Tensor]
+"""Of one tensor, what members at consecutive positions hold together: 1-D, empty where they have nothing."""
+
+
+class UnevenGather(Protocol):
+    """Gathers of parts that have any size, over one group."""
+
+    def holds(self, to: int | None) -> range:
+        """The positions whose parts this member has afterwards."""
+        ...
+
+    def stages(
+        self, tensors: Sequence[Parts], label: str, to: int | None = None
+    ) -> Sequence[tuple[str, Action]]:
+        """Members bring their parts to all others, or to the member at position ``to``.
+
+        Each member gives memory for the positions that it ``holds``, with its own part filled.
+        """
+        ...
 
 
 class Collectives(Protocol):
@@ -27,6 +46,9 @@ class Collectives(Protocol):
 
     @property
     def position(self) -> int: ...
+
+    @property
+    def uneven(self) -> UnevenGather: ...
 
     @property
     def staging_nbytes(self) -> int:

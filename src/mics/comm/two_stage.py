@@ -11,6 +11,7 @@ from mics.comm.codec import PLAIN, Codec
 from mics.comm.counter import TrafficCounter
 from mics.comm.group import GroupCollectives
 from mics.comm.protocol import Action, Pairs
+from mics.comm.uneven import TwoStageUneven
 
 
 class TwoStageCollectives:
@@ -30,6 +31,7 @@ class TwoStageCollectives:
         self._intra = intra
         self._inter = inter
         self._counter = counter
+        self.uneven = TwoStageUneven(intra=intra.uneven, inter=inter.uneven, counter=counter)
 
     @property
     def size(self) -> int:

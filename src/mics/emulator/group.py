@@ -158,10 +158,11 @@ class EmulatedGroup(ChargedGroup):
         def write() -> None:
             own = inputs[self.rank()]
             sent = own if own.numel() else max(inputs, key=Tensor.numel)  # nothing to itself: it has that
-            if all(output.numel() in (0, sent.numel()) for output in outputs):
-                self._members.write_each([output for output in outputs if output.numel()], sent)
+            written = [output for output in outputs if output.numel()]
+            if written and all(output.numel() == sent.numel() for output in written):
+                self._members.write_each(written, sent)
             else:
-                for output in outputs:
+                for output in written:
                     fill(output, sent)
 
         nbytes = self.size() * max(nbytes_of([tensor]) for tensor in inputs)

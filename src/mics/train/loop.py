@@ -15,6 +15,7 @@ from mics.comm import join_world
 from mics.data.prefetching import Prefetcher
 from mics.engine import engine_of
 from mics.errors import SettingsError
+from mics.integrations.weights import is_of_transformers
 from mics.models.sampling import sample_tokens
 from mics.train.board import Board
 from mics.train.checkpoints import Checkpoints, Resumed
@@ -22,7 +23,7 @@ from mics.train.cluster_beside import use_cluster_beside
 from mics.train.config import TrainConfig
 from mics.train.data import Batches, Dealing
 from mics.train.display import Display, RankConsole, Show
-from mics.train.export import export_folder, is_of_transformers
+from mics.train.export import export_folder
 from mics.train.exposure import ExposureMeter
 from mics.train.hardware import peak_tflops
 from mics.train.learning_rate import learning_rate_share
