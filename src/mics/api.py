@@ -148,15 +148,15 @@ def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     try:
         for following in iterator:
             for progress in parts:
-                progress.more_to_come = True
+                progress.announce(last=False)
             yield upcoming
             upcoming = following
         for progress in parts:
-            progress.more_to_come, progress.announced = False, True
+            progress.announce(last=True)
         yield upcoming
     finally:
         for progress in parts:
-            progress.more_to_come = progress.announced = False
+            progress.announce(last=None)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> Tensor:

@@ -15,9 +15,9 @@ def micro_step(model: nn.Module, *, last: bool) -> Iterator[None]:
     """Run one forward and backward, as ``mics.microsteps`` does for a whole step."""
     parts = [engine.progress for engine in engines_of(model)]
     for progress in parts:
-        progress.more_to_come, progress.announced = not last, last
+        progress.announce(last=last)
     try:
         yield
     finally:
         for progress in parts:
-            progress.more_to_come = progress.announced = False
+            progress.announce(last=None)

@@ -91,6 +91,10 @@ class Progress:
     waiting: Counter[int] = field(default_factory=Counter)  # the same by unit index
     shared_inputs: SharedInputs = field(default_factory=SharedInputs)
 
+    def announce(self, *, last: bool | None) -> None:
+        """The micro-step under way is the last before the optimizer, or others follow; None: not known."""
+        self.more_to_come, self.announced = last is False, last is True
+
     def count_waiting(self, units: Iterable[Unit], change: int) -> None:
         """A call that needs ``units`` waits for its backward, or not any more."""
         self.num_waiting += change

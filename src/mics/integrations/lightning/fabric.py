@@ -26,7 +26,8 @@ from mics.integrations.lightning.checkpoints import (
     save_folder,
     whole_optimizer_state,
 )
-from mics.integrations.lightning.settings import Sharding, StateDictType, microstep
+from mics.integrations.lightning.settings import Sharding, StateDictType
+from mics.integrations.micro_steps import micro_step
 from mics.state_dict import full_state_dict
 
 
@@ -190,7 +191,7 @@ class _Microsteps(_BackwardSyncControl):
     """``fabric.no_backward_sync``: where the micro-steps of a step announce themselves."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return microstep(_unwrapped(module), last=not enabled)
+        return micro_step(_unwrapped(module), last=not enabled)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from mics.api import shard
-from mics.engine import engine_of, engines_of, is_sharded
+from mics.engine import engine_of, is_sharded
 from mics.errors import SettingsError
 from mics.layout.precision import Precision
 
@@ -80,16 +79,3 @@ class Sharding:
                 f"{self.owner}: expected the model on {device}, found its shards on {found}; let "
                 "Lightning make the process group, or move the model before"
             )
-
-
-@contextmanager
-def microstep(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Announce the micro-step inside: the last one before the optimizer, or one that others follow."""
-    parts = [engine.progress for engine in engines_of(model)]
-    for progress in parts:
-        progress.more_to_come, progress.announced = not last, last
-    try:
-        yield
-    finally:
-        for progress in parts:
-            progress.more_to_come = progress.announced = False

@@ -30,7 +30,8 @@ from mics.integrations.lightning.checkpoints import (
     save_folder,
     whole_optimizer_state,
 )
-from mics.integrations.lightning.settings import Sharding, StateDictType, microstep
+from mics.integrations.lightning.settings import Sharding, StateDictType
+from mics.integrations.micro_steps import micro_step
 from mics.state_dict import full_state_dict
 
 _STEPS = ("validation_step", "test_step", "predict_step")
@@ -134,7 +135,7 @@ class MicsStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Around a micro-step that others follow."""
-        with microstep(self._module, last=False):
+        with micro_step(self._module, last=False):
             yield
 
     def optimizer_step(
@@ -146,11 +147,11 @@ class MicsStrategy(DDPStrategy):
     ) -> Any:
         """The closure of automatic optimization has the last micro-step in it."""
 
-        def last_microstep() -> Any:
-            with microstep(self._module, last=True):
+        def last_micro_step() -> Any:
+            with micro_step(self._module, last=True):
                 return closure()
 
-        chosen = last_microstep if self._module.automatic_optimization else closure
+        chosen = last_micro_step if self._module.automatic_optimization else closure
         return super().optimizer_step(optimizer, chosen, model, **kwargs)
 
     # -- checkpoints --------------------------------------------------------------------------------
