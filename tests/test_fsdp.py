@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import mics
 from mics.fsdp import (
@@ -28,7 +32,7 @@ from mics.fsdp import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.ranks import run_expecting_error, run_ranks
+from tests.ranks import run_ranks
 
 WORLD, WIDTH, WORDS, LENGTH, ROWS = 4, 16, 24, 6, 2
 MESHES = {1: (4, 1), 2: (2, 2), 4: (4,)}
@@ -56,12 +60,12 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings, three blocks and a head."""
+    """Embeddings, blocks and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -78,9 +82,9 @@ class Decoder(nn.Module):
             layer.reset_parameters()
 
 
-def build() -> Decoder:
+def build(num_layers: int = 3) -> Decoder:
     torch.manual_seed(3)
-    return Decoder()
+    return Decoder(num_layers)
 
 
 def batch_of(step: int, micro: int, rank: int) -> Tensor:
@@ -93,13 +97,16 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def mesh_for(partition_size: int) -> Any:
-    return init_device_mesh("cpu", MESHES[partition_size])
+    shape = MESHES[partition_size]
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 @cache
-def plain(accumulation: int, num_steps: int = 4, factor: float = WORLD) -> tuple[list[float], list[float]]:
+def plain(
+    accumulation: int, num_steps: int = 4, factor: float = WORLD, num_layers: int = 3
+) -> tuple[list[float], list[float]]:
     """Losses and norms of one process over all ranks' batches."""
-    model = build()
+    model = build(num_layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(num_steps):
@@ -144,7 +151,8 @@ def train(
             total += loss.detach()
         dist.all_reduce(total)
         losses.append(total.item() / WORLD)
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms
@@ -207,7 +215,7 @@ def example(
 
 
 _CASES = [(2, 3, True), (4, 1, False)]
-_REST = [(p, a, l) for p in (1, 2, 4) for a in (1, 3) for l in (True, False) if (p, a, l) not in _CASES]
+_REST = [case for case in product((1, 2, 4), (1, 3), (True, False)) if case not in _CASES]
 
 
 @pytest.mark.parametrize(
@@ -303,67 +311,58 @@ def test_gradients_divided_by_another_number() -> None:
 # -- memory -------------------------------------------------------------------------------------------
 
 
-def gathers_a_step(settings: list[Any], changes_to: bool | None = None) -> Any:
-    """All-gathers of each step, with ``reshard_after_forward`` for each layer and then for the root."""
-    model = build()
-    *of_layers, of_root = settings
-    for layer, value in zip(model.layers, of_layers, strict=True):
-        fully_shard(layer, reshard_after_forward=value)
-    fully_shard(model, reshard_after_forward=of_root)
+def gathers_a_step(num_steps: int, first: bool, others: bool, changes_to: bool | None) -> Any:
+    """Bytes gathered in each step, with ``reshard_after_forward`` for one layer and for all other modules."""
+    model = build(num_layers=9)
+    for number, layer in enumerate(model.layers):
+        fully_shard(layer, reshard_after_forward=first if number == 4 else others)
+    fully_shard(model, reshard_after_forward=others)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    gathered, found = [], ([], [])
-    for step in range(8):
+    gathered: list[int] = []
+    found: Any = ([], [])
+    for step in range(num_steps):
         if step == 4 and changes_to is not None:
             model.set_reshard_after_forward(changes_to)
         before = mics.traffic(model).nbytes
         for into, values in zip(found, train(model, optimizer, 1, range(step, step + 1)), strict=True):
             into += values
         after = mics.traffic(model).nbytes
-        gathered.append(sum(after[key] - before.get(key, 0) for key in after if key[1] == "all-gather"))
+        gathered.append(after[_GATHERS] - before.get(_GATHERS, 0))
     return gathered, found
+
+
+_GATHERS = "partition", "all_gather"
 
 
 def test_units_stay_where_they_are_not_resharded() -> None:
     """``reshard_after_forward=False`` spares the gathers of backward, of these units; numbers stay."""
-    kinds = {
-        name: run_ranks(WORLD, gathers_a_step, settings, changes)[0]
-        for name, settings, changes in (
-            ("all", [True, True, True, True], None),
-            ("one", [False, True, True, True], None),
-            ("none", [False, False, False, False], None),
-            ("changed", [True, True, True, True], False),
-            ("auto", [None, None, None, None], None),
-        )
-    }
-    for _, found in kinds.values():
-        assert_like_one_process(found, plain(1, num_steps=8))
-    last = {name: gathered[-1] for name, (gathered, _) in kinds.items()}
-    assert last["none"] < last["one"] < last["all"], last
-    assert last["changed"] == last["none"], last
+    gathered, found = run_ranks(WORLD, gathers_a_step, 7, True, True, False)[0]
+    assert_like_one_process(found, plain(1, num_steps=7, num_layers=9))
+    none, all_of_them = gathered[3], gathered[6]
+    one = run_ranks(WORLD, gathers_a_step, 4, False, True, None)[0][0][3]
+    block = sum(param.numel() for param in Block().parameters()) * 4 * (WORLD - 1) / WORLD
+    assert none - one == pytest.approx(block, rel=0.05), (none, one, all_of_them)
+    assert all_of_them < one
 
 
 # -- formats ------------------------------------------------------------------------------------------
 
-_HALF = MixedPrecisionPolicy(
-    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-)
+_HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_HALF_INSIDE = replace(_HALF, output_dtype=torch.float32)
 
 
 def train_half(by_mics: bool, partition_size: int) -> Any:
-    if not by_mics:
-        from torch.distributed.fsdp import fully_shard as of_torch
+    from torch.distributed.fsdp import fully_shard as of_torch
 
-        model = build()
-        for layer in model.layers:
-            of_torch(layer, mesh=mesh_for(partition_size), mp_policy=_HALF)
-        of_torch(model, mesh=mesh_for(partition_size), mp_policy=_HALF)
-    else:
-        model = shard_layers(build(), mesh=mesh_for(partition_size), mp_policy=_HALF)
+    model, call, mesh = build(), fully_shard if by_mics else of_torch, mesh_for(partition_size)
+    for layer in model.layers:
+        call(layer, mesh=mesh, mp_policy=_HALF)
+    call(model, mesh=mesh, mp_policy=_HALF_INSIDE)
+    found = train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, range(3), "")
     kinds = []
     model.layers[1].register_forward_hook(lambda module, args, output: kinds.append(args[0].dtype))
     kinds.append(model(batch_of(0, 0, 0)).dtype)
-    found = train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, range(3), "")
-    return found, kinds[:2]
+    return found, kinds
 
 
 def test_mixed_precision_is_that_of_fsdp2() -> None:
@@ -471,20 +470,19 @@ def test_the_outermost_module_is_the_root(kind: str) -> None:
 # -- what is refused ----------------------------------------------------------------------------------
 
 
-def refused(case: str) -> None:
-    model = build()
-    world = init_device_mesh("cpu", (WORLD,))
-    calls: dict[str, Any] = {
+def refusals(model: Decoder) -> dict[str, Callable[[], Any]]:
+    """By what the error must name."""
+    return {
         "reshard_after_forward": lambda: fully_shard(model, reshard_after_forward=2),
         "offload_policy": lambda: fully_shard(model, offload_policy=CPUOffloadPolicy()),
         "ignored_params": lambda: fully_shard(model, ignored_params={model.head.weight}),
         "shard_placement_fn": lambda: fully_shard(model, shard_placement_fn=lambda param: None),
-        "mesh": lambda: fully_shard(model, mesh=init_device_mesh("cpu", (2, 2))["dim_1"]),
+        "mesh": lambda: fully_shard(model, mesh=mesh_for(2)["shards"]),
         "which is never called": lambda: fully_shard(model.layers),
         "Decoder again": lambda: fully_shard(fully_shard(model)),
         "bottom-up": lambda: (fully_shard(model), fully_shard(model.layers[0])),
         "mp_policy": lambda: (fully_shard(model.layers[0], mp_policy=_HALF), fully_shard(model)),
-        "the same for": lambda: (fully_shard(model.layers[0], mesh=world), fully_shard(model)),
+        "the same for": lambda: (fully_shard(model.layers[0], mesh=mesh_for(4)), fully_shard(model)),
         "'layers.0' in use": lambda: (
             list(fully_shard(model.layers[0]).parameters()),
             fully_shard(model),
@@ -509,17 +507,23 @@ def refused(case: str) -> None:
             fully_shard(model), options=StateDictOptions(flatten_optimizer_state_dict=True)
         ),
     }
-    if case == "":
-        raise ValueError(list(calls))
-    errors = []
-    for name, call in calls.items():
-        if name == case:
-            call()
+
+
+def refused() -> list[str]:
+    """What was raised, case by case, on models of their own."""
+    messages = []
+    for case in refusals(build()):
+        try:
+            refusals(build())[case]()
+        except mics.SettingsError as error:
+            messages.append(str(error))
+        else:
+            messages.append(f"{case}: nothing was raised")
+    return messages
 
 
 def test_what_mics_does_not_have_is_refused_by_name() -> None:
     """On all ranks, at the call that asks for it."""
-    names = run_expecting_error(WORLD, refused, "")[0].message
-    for case in eval(names):
-        for error in run_expecting_error(WORLD, refused, case):
-            assert error.type_name == "SettingsError" and case in error.message, (case, error)
+    for messages in run_ranks(WORLD, refused):
+        for case, message in zip(refusals(build()), messages, strict=True):
+            assert case in message and "nothing was raised" not in message, message
