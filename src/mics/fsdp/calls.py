@@ -12,7 +12,7 @@ from mics.api import register_forward_method
 from mics.engine import is_sharded
 from mics.errors import SettingsError
 from mics.fsdp.module import FSDPModule
-from mics.fsdp.records import Record, check_alike, check_mesh, find_record, root_of
+from mics.fsdp.records import ModuleRecord, check_alike, check_mesh, find_record, root_of
 from mics.fsdp.waiting import find_root, wait_for_root
 from mics.sharding.held import ParameterTable
 
@@ -69,7 +69,7 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     for each in modules:
-        record = Record(
+        record = ModuleRecord(
             mesh=mesh,
             policy=mp_policy,
             reshard=None if reshard_after_forward is None else bool(reshard_after_forward),

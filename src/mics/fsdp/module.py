@@ -11,7 +11,7 @@ import torch.nn as nn
 from mics.engine import engine_of
 from mics.errors import SettingsError
 from mics.fsdp.records import (
-    Record,
+    ModuleRecord,
     announce,
     apply_residency,
     find_record,
@@ -134,7 +134,7 @@ class FSDPModule:
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _record(self) -> Record:
+    def _record(self) -> ModuleRecord:
         found = find_record(cast(nn.Module, self))
         assert found is not None, "fully_shard puts it there"
         return found

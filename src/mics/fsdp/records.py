@@ -25,7 +25,7 @@ _ATTRIBUTE: Final = "_mics_fsdp"
 
 
 @dataclass(eq=False, kw_only=True)
-class Record:
+class ModuleRecord:
     """What was asked for one module."""
 
     mesh: DeviceMesh | None
@@ -42,16 +42,16 @@ class Record:
     """What was called before that, and needs it."""
 
 
-def find_record(module: nn.Module) -> Record | None:
-    found: Record | None = module.__dict__.get(_ATTRIBUTE)
+def find_record(module: nn.Module) -> ModuleRecord | None:
+    found: ModuleRecord | None = module.__dict__.get(_ATTRIBUTE)
     return found
 
 
-def put_record(module: nn.Module, record: Record) -> None:
+def put_record(module: nn.Module, record: ModuleRecord) -> None:
     module.__dict__[_ATTRIBUTE] = record
 
 
-def recorded(module: nn.Module) -> Iterator[tuple[nn.Module, Record]]:
+def recorded(module: nn.Module) -> Iterator[tuple[nn.Module, ModuleRecord]]:
     """``module`` and the modules inside that have a record."""
     for inner in module.modules():
         found = find_record(inner)
@@ -142,7 +142,7 @@ def _formats(policy: MixedPrecisionPolicy) -> tuple[Any, ...]:
     return policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs
 
 
-def prefetch_for(records: Sequence[Record]) -> Any:
+def prefetch_for(records: Sequence[ModuleRecord]) -> Any:
     """``prefetch`` of ``mics.shard``: mics decides, unless somebody said what to keep."""
     return "auto" if all(record.reshard is None for record in records) else Prefetch()
 

@@ -30,7 +30,7 @@ from mics.engine import engine_of
 from mics.errors import SettingsError
 from mics.fsdp.module import FSDPModule
 from mics.fsdp.records import (
-    Record,
+    ModuleRecord,
     announce,
     apply_residency,
     find_record,
@@ -100,7 +100,7 @@ class _WaitingModule(FSDPModule):
             return self._plain_class._apply(self, fn, recurse)
 
 
-def wait_for_root(module: nn.Module, record: Record) -> None:
+def wait_for_root(module: nn.Module, record: ModuleRecord) -> None:
     """Let ``module`` wait to be sharded."""
     put_record(module, record)
     _waiting.add(module)
