@@ -270,6 +270,7 @@ _PRELOADED_WITH = {
     "transformers": "transformers.models.gpt2.modeling_gpt2",
     "transformers.trainer": "transformers.trainer",
     "lightning": "mics.integrations.lightning",
+    "mics.fsdp": "mics.fsdp",
 }
 
 _WORKER_ENVIRONMENT = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from weakref import ref
 from zlib import crc32
@@ -37,15 +38,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     All ranks must call it. With ``rank0_only`` the other ranks get an empty dict; no rank holds more than
     one gathered unit besides its result.
     """
-    units = units_of(model)
     keep = engines_of(model)[0].world.rank == 0 or not rank0_only
-    whole: dict[int, Tensor] = {}
-    for unit in units:
-        flat = unit.full_of_masters(unit.master)
-        if keep:
-            for index, value in enumerate(split_whole(unit, flat)):
-                # On the CPU too a copy: who saves tensors that share their memory takes them for tied ones.
-                whole[id(unit.shards[index])] = value.to("cpu", copy=True) if cpu else value.clone()
+    whole = take_parameters(model, partial(own_copy, cpu=cpu) if keep else None)
     if not keep:
         return {}
     state = {}
@@ -56,6 +50,20 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
         else:
             state[name] = value  # what a module's get_extra_state returned
     return state
+
+
+def take_parameters(model: nn.Module, take: Callable[[Tensor], Tensor] | None) -> dict[int, Tensor]:
+    """What ``take`` makes of each whole parameter, by id of its shard; None: nothing, on this rank.
+
+    All ranks must call it. One unit at a time is whole.
+    """
+    taken: dict[int, Tensor] = {}
+    for unit in units_of(model):
+        flat = unit.full_of_masters(unit.master)
+        if take is not None:
+            for shard, value in zip(unit.shards, split_whole(unit, flat), strict=True):
+                taken[id(shard)] = take(value)
+    return taken
 
 
 @collective_call
@@ -112,15 +120,25 @@ def _step_gradient(gradients: UnitGradients) -> Tensor:
     return torch.zeros_like(gradients.unit.master, dtype=gradients.unit.spec.grad_dtype)
 
 
-@run_plainly
 @collective_call
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Whole optimizer state by parameter name: tensors shaped like the parameter, scalars as they are."""
+    keep = engines_of(model)[0].world.rank == 0 or not rank0_only
+    return take_optimizer_state(model, optimizer, partial(own_copy, cpu=cpu) if keep else None)
+
+
+@run_plainly
+def take_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, take: Callable[[Tensor], Tensor] | None
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter name, with what ``take`` makes of tensors shaped like the parameter.
+
+    None: nothing, on this rank. All ranks must call it. One entry of one unit at a time is whole.
+    """
     names = _names(model)
     world = engines_of(model)[0].world
-    keep = world.rank == 0 or not rank0_only
     result: dict[str, dict[str, Any]] = {}
     units = [unit for unit in units_of(model) if unit.spec.trainable]
     states = [[optimizer.state.get(shard, {}) for shard in unit.shards] for unit in units]
@@ -139,10 +157,10 @@ def full_optimizer_state_dict(
                     view.copy_(state[key])
             whole = split_whole(unit, unit.full_of_masters(local))
             for entry, value in zip(found, whole, strict=True):
-                if keep and entry.get(key) is SHARDED:
-                    entry[key] = value.cpu() if cpu else value.clone()
+                if take is not None and entry.get(key) is SHARDED:
+                    entry[key] = take(value)
         for shard, entry in zip(unit.shards, found, strict=True):
-            if keep and entry and id(shard) in names:
+            if take is not None and entry and id(shard) in names:
                 result[names[id(shard)]] = entry
     return result
 
@@ -329,6 +347,11 @@ def _merged(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def own_copy(value: Tensor, *, cpu: bool) -> Tensor:
+    """A copy, on the CPU too: who saves tensors that share their memory takes them for tied ones."""
+    return value.to("cpu", copy=True) if cpu else value.clone()
 
 
 def _copied(value: Tensor, *, cpu: bool) -> Tensor:

@@ -159,7 +159,7 @@ class Hops:
         batch.gradients.append(gradients)
         batch.pairs.append((total, views.full))
         batch.after += [gradients.ticket, laid_out]
-        batch.adding.append(partial(gradients.add, shard, total, 1.0 / groups.divisor, gradients.state))
+        batch.adding.append(partial(gradients.add, shard, total, 1.0 / gradients.divisor, gradients.state))
         batch.nbytes += views.full.nbytes
         gradients.ticket = laid_out
         gradients.state = GradState.PARTIAL
@@ -171,7 +171,7 @@ class Hops:
         return batch
 
     def _send_batch(self) -> None:
-        """Add the partition group's sums, divided by ``UnitGroups.divisor``, to the gradient shards."""
+        """Add the partition group's sums, divided by ``UnitGradients.divisor``, to the gradient shards."""
         batch, self._batch = self._batch, None
         if batch is None:
             return

@@ -33,6 +33,7 @@ class UnitGradients:
     def __init__(self, unit: Unit, memory: Reserved) -> None:
         self.unit = unit
         self.state = GradState.EMPTY
+        self.divisor: float = unit.groups.divisor  # of the sum over all ranks
         self.used = [False] * len(unit.spec.refs)  # parameters with a gradient on this rank since zero_grad
         self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
         self._memory = memory

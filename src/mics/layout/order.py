@@ -233,6 +233,7 @@ class Plans:
         self._plan = _NO_PLAN
         self._seen: list[int] = []  # since the forward began
         self._follows = False  # ``_seen`` is how ``_plan`` begins
+        self._named: frozenset[int] = frozenset()  # units that stay because somebody says so
         self._chosen: frozenset[int] = frozenset()  # units that stay, in any order
 
     def begin(self) -> Plan | None:
@@ -248,12 +249,16 @@ class Plans:
     def look_ahead(self, prefetch: Prefetch) -> None:
         """Change how far ahead units are prefetched, from the next forward on."""
         self.is_final = True
-        if prefetch == self.prefetch:
-            return
-        self.prefetch = prefetch
-        self._chosen = frozenset()
-        self._plans = [self._make(plan.order, plan.turn) for plan in self._plans]
-        self._plan = self._make(self._plan.order, self._plan.turn)
+        if prefetch != self.prefetch:
+            self.prefetch = prefetch
+            self._look_again()
+
+    def let_stay(self, units: Iterable[int]) -> None:
+        """Have these units stay, whatever bytes they have, from the next forward on."""
+        named = frozenset() if self._stops_at_turn else frozenset(units)
+        if named != self._named:
+            self._named = named
+            self._look_again()
 
     def first(self) -> Sequence[Batch]:
         """What will be needed first if the next forward is like the last one."""
@@ -307,6 +312,11 @@ class Plans:
         """What was seen since the forward began led nowhere (a failed backward)."""
         self._seen, self._turn = [], None
         self._follows = False
+
+    def _look_again(self) -> None:
+        self._chosen = self._named
+        self._plans = [self._make(plan.order, plan.turn) for plan in self._plans]
+        self._plan = self._make(self._plan.order, self._plan.turn)
 
     def _current(self) -> Plan:
         follows_to_the_end = self._follows and len(self._seen) == len(self._plan.order)
