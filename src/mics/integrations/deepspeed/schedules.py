@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,7 +19,14 @@ from mics.errors import SettingsError
 Warmup = Literal["log", "linear"]
 
 
-class WarmupLR(LRScheduler):
+class _Schedule(LRScheduler):
+    """A schedule whose state is where it stands: what it follows is the config's of each run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: self.__dict__[key] for key in ("last_epoch", "_step_count", "_last_lr")}
+
+
+class WarmupLR(_Schedule):
     """From ``warmup_min_lr`` up to ``warmup_max_lr`` (None: the optimizer's own rates), which then stays."""
 
     def __init__(
@@ -76,7 +83,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.rise.num_steps))
 
 
-class WarmupCosineLR(LRScheduler):
+class WarmupCosineLR(_Schedule):
     """Shares of the optimizer's own rates: a rise from ``warmup_min_ratio``, half a cosine down."""
 
     def __init__(
