@@ -398,6 +398,7 @@ def _save(folder: str) -> Any:
     engine = _engine(config(**zero(3, mics_shard_size=2)), 3)
     _train(engine, range(2))
     engine.save_checkpoint(folder, client_state={"epoch": 5})
+    assert engine.load_checkpoint(folder) == (f"{folder}/global_step2", {"epoch": 5})  # on every rank at once
     engine.save_16bit_model(folder)
     return _train(engine, range(2, 4)), engine.get_lr()
 

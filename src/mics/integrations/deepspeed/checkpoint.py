@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,10 +15,13 @@ from mics.checkpoint import load
 from mics.checkpoint.arguments import as_place
 from mics.checkpoint.folders import LATEST
 from mics.checkpoint.formats.deepspeed_files import is_deepspeed, read_plain
+from mics.checkpoint.saving import join_hosts
 from mics.checkpoint.storage import Place, read_file
+from mics.checkpoint.together import together
 from mics.engine import engine_of
 from mics.errors import CheckpointError
 
+T = TypeVar("T")
 _LOG: Final = logging.getLogger("mics")
 _MAX_TAG_NBYTES: Final = 1 << 10
 _COUNTS: Final = ("global_steps", "global_samples", "skipped_steps")
@@ -48,6 +52,17 @@ def load_deepspeed_checkpoint(
     settings too. Each rank reads its own part. Nothing is unpickled, and DeepSpeed is not needed.
     """
     root = as_place(folder, "load_deepspeed_checkpoint")
+    found = on_first_rank("load_deepspeed_checkpoint", lambda: _find(root, tag))
+    load(found, model, optimizer, strict=strict)
+    plain = read_plain(found)
+    left_out = plain.pop("")
+    if left_out and engine_of(model).world.rank == 0:
+        _LOG.warning("%s: client state that is not plain data is left out: %s", found, left_out)
+    counts: dict[str, int] = {key: int(plain.pop(key) or 0) for key in _COUNTS if key in plain}
+    return LoadedCheckpoint(folder=str(found), counts=counts, client_state=plain)
+
+
+def _find(root: Place, tag: str | None) -> Place:
     found = root
     if tag is not None or not is_deepspeed(root):
         found = root / (latest_tag(root) if tag is None else plain_tag(tag))
@@ -56,13 +71,15 @@ def load_deepspeed_checkpoint(
             f"{found}: expected a checkpoint of DeepSpeed at ZeRO stage 3 (zero_pp_rank_*_optim_states.pt), "
             "found none; stages 1 and 2: convert it with zero_to_fp32.py, and mics.load the safetensors"
         )
-    load(found, model, optimizer, strict=strict)
-    plain = read_plain(found)
-    left_out = plain.pop("")
-    if left_out and engine_of(model).world.rank == 0:
-        _LOG.warning("%s: client state that is not plain data is left out: %s", found, left_out)
-    counts: dict[str, int] = {key: int(plain.pop(key) or 0) for key in _COUNTS if key in plain}
-    return LoadedCheckpoint(folder=str(found), counts=counts, client_state=plain)
+    return found
+
+
+def on_first_rank(what: str, action: Callable[[], T]) -> T:
+    """What ``action`` returns on the first rank, on all ranks: ``latest`` may be moved while ranks look."""
+    _, host = join_hosts(what)
+    found = together(host, what, lambda: action() if host.rank == 0 else None)
+    value: T = host.all_gather(found)[0]
+    return value
 
 
 def latest_tag(root: Place) -> str:

@@ -22,11 +22,17 @@ import mics.checkpoint.folders as folders
 from mics.api import clip_grad_norm_, shard
 from mics.checkpoint import load, save
 from mics.checkpoint.arguments import as_place
-from mics.checkpoint.storage import INDEX_NAME
+from mics.checkpoint.formats.deepspeed_files import is_deepspeed
+from mics.checkpoint.storage import Place
 from mics.comm import join_world
 from mics.engine import engine_of, engines_of, is_sharded
 from mics.errors import SettingsError
-from mics.integrations.deepspeed.checkpoint import latest_tag, load_deepspeed_checkpoint, plain_tag
+from mics.integrations.deepspeed.checkpoint import (
+    latest_tag,
+    load_deepspeed_checkpoint,
+    on_first_rank,
+    plain_tag,
+)
 from mics.integrations.deepspeed.config import DeepSpeedConfig, read_config
 from mics.integrations.deepspeed.loss_scale import LossScale
 from mics.state_dict import full_state_dict
@@ -240,8 +246,8 @@ class DeepSpeedEngine:
         if self._loss_scale is not None:
             state["loss_scale"] = self._loss_scale
         save(root / name, self.module, self.optimizer, state)
-        if save_latest and self.global_rank == 0:
-            folders.point_latest(root, name)
+        if save_latest:
+            on_first_rank("save_checkpoint", lambda: folders.point_latest(root, name))
         return True
 
     def load_checkpoint(
@@ -259,11 +265,11 @@ class DeepSpeedEngine:
         ``latest`` nothing is loaded, and the path is None.
         """
         root = as_place(load_dir, "load_checkpoint")
-        if tag is None and not (root / folders.LATEST).exists():
+        name, is_ours = on_first_rank("load_checkpoint", lambda: _named(root, tag))
+        if not name:
             return None, {}
-        name = latest_tag(root) if tag is None else plain_tag(str(tag))
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
-        if not (root / name / INDEX_NAME).exists():
+        if not is_ours:
             found = load_deepspeed_checkpoint(
                 self.module, root, optimizer, tag=name, strict=load_module_strict
             )
@@ -308,6 +314,14 @@ class DeepSpeedEngine:
 
 
 _COUNTS: Final = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+
+
+def _named(root: Place, tag: str | int | None) -> tuple[str, bool]:
+    """The tag to load, or nothing, and whether its checkpoint is one of ours."""
+    if tag is None and not (root / folders.LATEST).exists():
+        return "", True
+    name = latest_tag(root) if tag is None else plain_tag(str(tag))
+    return name, not is_deepspeed(root / name)
 
 
 class _Sharded:
