@@ -90,7 +90,28 @@ def initialize(
     return engine, made, loader, scheduler
 
 
-class DeepSpeedEngine:
+class _Configured:
+    """What a training loop asks for, and the config answers."""
+
+    config: DeepSpeedConfig
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+
+class DeepSpeedEngine(_Configured):
     """A sharded model with its optimizer, called as DeepSpeed's engine is. Other names are the model's."""
 
     def __init__(
@@ -197,21 +218,6 @@ class DeepSpeedEngine:
             return total
 
     # -- what a loop asks for ------------------------------------------------------------------------------
-
-    def train_batch_size(self) -> int:
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.config.accumulation_steps
-
-    def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.stage
 
     def get_lr(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
