@@ -62,7 +62,7 @@ def state_entries(index: Index, names: Iterable[str]) -> dict[str, dict[str, str
     """For each parameter its entries of optimizer state, and what the checkpoint calls them."""
     wanted = set(names)
     by_prefix: dict[str, dict[str, dict[str, str]]] = {}
-    for key in index.tensors:
+    for key in (*index.tensors, *index.numbers):
         for match in _STATE.finditer(key):
             param, _, entry = key[match.end() :].rpartition(".")
             if param in wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mics.checkpoint.folders import LATEST, latest_in
 from mics.checkpoint.formats.dcp import METADATA_NAME, open_dcp
+from mics.checkpoint.formats.deepspeed_files import is_deepspeed, open_deepspeed
 from mics.checkpoint.formats.safetensors_files import open_safetensors
 from mics.checkpoint.index import read_index
 from mics.checkpoint.records import Index
@@ -41,9 +42,11 @@ def open_checkpoint(folder: Place) -> Index:
 
 def is_foreign(folder: Place) -> bool:
     """Whether a checkpoint of one of these formats is there."""
-    return (folder / METADATA_NAME).exists() or any(folder.glob("*.safetensors"))
+    return (folder / METADATA_NAME).exists() or is_deepspeed(folder) or any(folder.glob("*.safetensors"))
 
 
 def open_foreign(folder: Place) -> Index:
     """The index of a checkpoint of one of these formats. Values are not looked at."""
-    return open_dcp(folder) if (folder / METADATA_NAME).exists() else open_safetensors(folder)
+    if (folder / METADATA_NAME).exists():
+        return open_dcp(folder)
+    return open_deepspeed(folder) if is_deepspeed(folder) else open_safetensors(folder)

@@ -205,6 +205,10 @@ def _want_state(wanted: Wanted, contents: Contents, optimizer: Optimizer, *, str
         if id(held.shard) not in trained or held.shard.numel() == 0:
             continue
         for entry, name in own.items():
+            if name in wanted.index.numbers:
+                number = torch.tensor(wanted.index.numbers[name], dtype=torch.float32, device="cpu")
+                filled.setdefault(id(held.shard), {})[entry] = number
+                continue
             stored = wanted.stored(name)
             if stored.whole or stored.shape != held.shape or (entry == "step" and not stored.shape):
                 if math.prod(stored.shape) > _MAX_WHOLE * max(1 << 20, math.prod(held.shape)):

@@ -139,6 +139,8 @@ class Index:
     """Who wrote it: world size, partition size, step, versions."""
     param_groups: list[dict[str, Any]] | None = None
     """The optimizer's settings, with parameters by name."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Numbers of an optimizer's state that are no tensors in a file, by name."""
     module_state: dict[str, Any] = field(default_factory=dict)
     """What modules returned from get_extra_state, by name."""
 

@@ -166,9 +166,7 @@ def apply_residency(root: nn.Module) -> None:
 
 def announce(root: nn.Module, says: dict[str, bool]) -> None:
     """Tell the engine whether the next backward is the last one before the optimizer."""
-    progress = engine_of(root).progress
-    progress.announced = all(says.values())
-    progress.more_to_come = not progress.announced
+    engine_of(root).progress.announce(last=all(says.values()))
 
 
 def _listed(dtypes: set[torch.dtype]) -> str:

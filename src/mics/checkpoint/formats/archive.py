@@ -1,7 +1,8 @@
-"""Archives as ``torch.save`` writes them: where in one the values of its tensor lie.
+"""Archives as ``torch.save`` writes them: where in one the values of its tensors lie.
 
-An archive is a zip file with nothing compressed. ``data.pkl`` describes the tensor, and ``data/0`` is its
-values. The description is read as data (see ``pickle_data``): ``torch.load`` is never called.
+An archive is a zip file with nothing compressed. ``data.pkl`` describes what was saved, and ``data/0`` and so
+on are the values of tensors. The description is read as data (see ``pickle_data``): ``torch.load`` is never
+called.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ _TENSOR: Final = (Name("torch._utils", "_rebuild_tensor_v2"), Name("torch._utils
 class Slice(io.RawIOBase):
     """A part of a file as a file of its own."""
 
-    def __init__(self, file: OpenFile, start: int, length: int) -> None:
+    def __init__(
+        self, file: OpenFile, start: int, length: int, *, most: int = _MAX_DESCRIPTION_NBYTES
+    ) -> None:
+        self._most = most  # that is read at once
         self._file = file
         self._start = start
         self._length = length
@@ -64,7 +68,7 @@ class Slice(io.RawIOBase):
     def read(self, size: int = -1, /) -> bytes:
         """At most a description: zipfile believes what an archive says of its own length."""
         left = max(0, self._length - self._at)
-        if min(left, size if size >= 0 else left) > _MAX_DESCRIPTION_NBYTES:
+        if min(left, size if size >= 0 else left) > self._most:
             raise CheckpointError("expected a short table of contents, found a long one")
         return super().read(min(left, size) if size >= 0 else left) or b""
 
@@ -97,20 +101,57 @@ class Described:
         return self.offset == 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """Everything in an archive but the values of tensors."""
+
+    value: Any
+    """What was saved, with records in place of objects."""
+    values: dict[str, range]
+    """Where the values of tensors lie, in bytes of the archive, by the names that records have for them."""
+
+    def tensor(self, value: Any) -> Described:
+        """What a record says about a tensor. Raises if it is the record of something else."""
+        key, offset, sizes, strides, dtype = _tensor_of(value)
+        where = self.values.get(key)
+        if where is None:
+            raise CheckpointError(f"expected the values of a tensor in data/{key:.20}, found no such record")
+        return Described(
+            position=where.start, nbytes=len(where), offset=offset, sizes=sizes, strides=strides, dtype=dtype
+        )
+
+
 def describe_archive(archive: Slice, where: str) -> Described:
-    """What an archive says about its tensor; ``where`` is its name in errors."""
+    """What an archive says about its only tensor; ``where`` is its name in errors."""
+    found = open_archive(archive, where)
+    try:
+        if len(found.values) != 1:
+            raise CheckpointError(
+                f"expected an archive with the values of one tensor, found {len(found.values)}"
+            )
+        return found.tensor(found.value)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def open_archive(archive: Slice, where: str, *, most: int = _MAX_DESCRIPTION_NBYTES) -> Archive:
+    """An archive with a description of at most ``most`` bytes; ``where`` is its name in errors."""
     try:
         with zipfile.ZipFile(archive) as opened:
-            description = opened.read(_record(opened, "/data.pkl"))
+            description = opened.read(_record(opened, "/data.pkl", most=most))
             if _has(opened, "/byteorder") and opened.read(_record(opened, "/byteorder")) != b"little":
                 raise CheckpointError("expected values in little-endian order, found another")
-            values = _values_record(opened)
-            position = _position_of(archive, values)
-            if position + values.file_size > opened.start_dir:
-                raise CheckpointError(
-                    "expected the values before the table of contents, found them beyond it"
-                )
-        described = _tensor_of(read_pickle(description, "data.pkl"))
+            values = {}
+            for record in opened.infolist():
+                _, is_value, key = record.filename.partition("/data/")
+                if is_value:
+                    position = _position_of(archive, _stored(record))
+                    if position + record.file_size > opened.start_dir or key in values:
+                        raise CheckpointError(
+                            "expected the values before the table of contents, found them beyond it"
+                        )
+                    values[key] = range(position, position + record.file_size)
+        return Archive(value=read_pickle(description, "data.pkl"), values=values)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
     except Exception as error:  # zipfile raises whatever it runs into
@@ -118,14 +159,10 @@ def describe_archive(archive: Slice, where: str) -> Described:
             f"{where}: expected an archive of torch.save, found something else ({error}): the file is torn "
             "or was altered; take another checkpoint"
         ) from None
-    offset, sizes, strides, dtype = described
-    return Described(
-        position=position, nbytes=values.file_size, offset=offset, sizes=sizes, strides=strides, dtype=dtype
-    )
 
 
-def _tensor_of(value: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Offset, sizes, strides and format of what the description rebuilds."""
+def _tensor_of(value: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Name of its values, offset, sizes, strides and format of what the description rebuilds."""
     for _ in range(_MAX_WRAPPED):  # a parameter, a subclass of it; a record may also hold itself
         if not isinstance(value, Record):
             break
@@ -134,7 +171,7 @@ def _tensor_of(value: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], torch
             if not isinstance(storage, Persistent):
                 break
             dtype = _dtype_of(storage, rest[2] if len(rest) > 2 else None)
-            return count_of(offset), _ints(sizes), _ints(strides), dtype
+            return str(storage.key[2]), count_of(offset), ints_of(sizes), ints_of(strides), dtype
         if value.is_a("torch._utils", "_rebuild_parameter"):
             value = value.args[0]
         elif value.is_a("torch._tensor", "_rebuild_from_type_v2"):
@@ -160,7 +197,8 @@ def _dtype_of(storage: Persistent, named: Any) -> torch.dtype:
     return dtype_of(named.name)
 
 
-def _ints(values: Any) -> tuple[int, ...]:
+def ints_of(values: Any) -> tuple[int, ...]:
+    """Sizes, as a tuple or as torch's own class for them."""
     if isinstance(values, Record) and values.is_a("torch", "Size"):
         (values,) = values.args
     return sizes_of(values)
@@ -170,19 +208,12 @@ def _has(opened: zipfile.ZipFile, ending: str) -> bool:
     return any(each.filename.endswith(ending) for each in opened.infolist())
 
 
-def _record(opened: zipfile.ZipFile, ending: str) -> zipfile.ZipInfo:
+def _record(opened: zipfile.ZipFile, ending: str, *, most: int = _MAX_DESCRIPTION_NBYTES) -> zipfile.ZipInfo:
     """The one short record that is called so."""
     found = [each for each in opened.infolist() if each.filename.endswith(ending)]
-    if len(found) != 1 or found[0].file_size > _MAX_DESCRIPTION_NBYTES:
+    if len(found) != 1 or found[0].file_size > most:
         raise CheckpointError(f"expected one short record {ending}, found {len(found)}")
     return _stored(found[0])
-
-
-def _values_record(opened: zipfile.ZipFile) -> zipfile.ZipInfo:
-    records = [record for record in opened.infolist() if "/data/" in record.filename]
-    if len(records) != 1:
-        raise CheckpointError(f"expected an archive with the values of one tensor, found {len(records)}")
-    return _stored(records[0])
 
 
 def _stored(record: zipfile.ZipInfo) -> zipfile.ZipInfo:

@@ -1,0 +1,555 @@
+"""A ``ds_config.json`` as settings of mics: each key is used, ignored with a reason, or refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mics.errors import SettingsError
+from mics.integrations.deepspeed.loss_scale import LossScaling
+from mics.integrations.deepspeed.schedules import SCHEDULES
+from mics.layout.precision import Precision
+
+_LOG: Final = logging.getLogger("mics")
+_MISSING: Final = object()
+_DTYPES: Final = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfp16": torch.bfloat16,
+}
+_TORCH_OPTIMIZERS: Final = {
+    kind.__name__.lower(): kind
+    for kind in (
+        torch.optim.SGD,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    )
+}
+_REFUSED_OPTIMIZERS: Final = {
+    "lamb": "it scales by the norms of whole matrices, and a rank has only a part of each",
+    "onebitadam": "it compresses gradients, so losses would differ",
+    "onebitlamb": "it compresses gradients, so losses would differ",
+    "zerooneadam": "it compresses gradients, so losses would differ",
+    "muon": "it needs whole matrices, and a rank has only a part of each",
+    "lion": "torch has none",
+    "muadam": "it is from another package",
+    "muadamw": "it is from another package",
+    "musgd": "it is from another package",
+}
+
+_CHOSEN: Final = "mics chooses it from the network and the memory that is left; mics.shard(prefetch=) sets it"
+_UNITS: Final = "gradients and parameters travel by units of the model, not by buckets"
+_FASTER: Final = "it changes how DeepSpeed computes, not what"
+_OWN_TOOL: Final = "it belongs to DeepSpeed's own tools; use torch's or those of mics"
+_IGNORED: Final = {
+    "steps_per_print": "mics prints nothing while it trains",
+    "wall_clock_breakdown": "mics.profile measures a step",
+    "memory_breakdown": "mics.memory_report has it",
+    "dump_state": _OWN_TOOL,
+    "flops_profiler": "mics.profile measures a step",
+    "comms_logger": "mics.traffic counts collectives and bytes",
+    "autotuning": "mics plan chooses settings",
+    "tensorboard": "log from the training loop",
+    "wandb": "log from the training loop",
+    "comet": "log from the training loop",
+    "csv_monitor": "log from the training loop",
+    "aio": "nothing is offloaded to disks",
+    "nebula": "mics.save saves in the background",
+    "checkpoint": "checkpoints of mics load on any number of ranks",
+    "load_universal_checkpoint": "checkpoints of mics load on any number of ranks",
+    "activation_checkpointing": "it configures deepspeed.checkpointing; use mics.Activations or torch's own",
+    "zero_allow_untested_optimizer": "mics refuses optimizers that it cannot shard, and takes the others",
+    "zero_force_ds_cpu_optimizer": "optimizers are those of torch",
+    "prescale_gradients": "gradients are averaged in float32, where the order does not overflow",
+    "gradient_predivide_factor": "gradients are averaged in float32, where the order does not overflow",
+    "disable_allgather": _FASTER,
+    "disable_python_gc": _FASTER,
+    "managed_gradient_accumulation": _FASTER,
+    "graph_harvesting": _FASTER,
+    "use_data_before_expert_parallelism": "there are no expert-parallel groups",
+    "seq_parallel_communication_data_type": "there are no sequence-parallel groups",
+    "log_level": "mics logs to the logger 'mics'",
+    "compile": "call torch.compile on the blocks of the model",
+    "bf16.immediate_grad_update": _FASTER,
+    "optimizer.legacy_fusion": _FASTER,
+    "data_types.keep_in_fp32_modules": "DeepSpeed ignores it for most models; give the modules their dtypes",
+    "zero_optimization.contiguous_gradients": "gradients are always in contiguous memory",
+    "zero_optimization.reduce_scatter": "gradients are always reduce-scattered",
+    "zero_optimization.reduce_bucket_size": _UNITS,
+    "zero_optimization.allgather_bucket_size": _UNITS,
+    "zero_optimization.allgather_partitions": _UNITS,
+    "zero_optimization.allgather_sequential": _UNITS,
+    "zero_optimization.stage3_allgather_sequential": _UNITS,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _UNITS,
+    "zero_optimization.round_robin_gradients": _UNITS,
+    "zero_optimization.parameter_alignment": _UNITS,
+    "zero_optimization.leaf_module": "mics.shard(units=) chooses what is gathered as a whole",
+    "zero_optimization.overlap_comm": "communication always runs beside the computation",
+    "zero_optimization.sub_group_size": "the optimizer updates all of a rank's elements at once",
+    "zero_optimization.compute_grad_norm": "the norm is always computed",
+    "zero_optimization.load_from_fp32_weights": "float32 masters are always saved and loaded",
+    "zero_optimization.elastic_checkpoint": "checkpoints of mics load on any number of ranks",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads its own part of a checkpoint",
+    "zero_optimization.cpu_offload_use_pin_memory": "nothing is offloaded",
+    "zero_optimization.ignore_unused_parameters": "parameters that no rank used keep no gradient",
+    "zero_optimization.legacy_stage1": _FASTER,
+    "zero_optimization.memory_efficient_linear": _FASTER,
+    "zero_optimization.override_module_apply": _FASTER,
+    "zero_optimization.partition_stream_chunk_size": "build the model under torch.device('meta')",
+    "zero_optimization.stage3_partition_stream_chunk_size": "build the model under torch.device('meta')",
+    "zero_optimization.log_trace_cache_warnings": "the order of units may change from step to step",
+    "zero_optimization.enable_sanity_checks": "ranks always agree on each step",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon",
+    "zero_optimization.zeropp_loco_param": "gradients are not quantized",
+    **{
+        f"zero_optimization.{prefix}{key}": reason
+        for prefix in ("", "stage3_")
+        for key, reason in {
+            "prefetch_bucket_size": _CHOSEN,
+            "max_live_parameters": _CHOSEN,
+            "max_reuse_distance": _CHOSEN,
+            "param_persistence_threshold": _CHOSEN,
+            "model_persistence_threshold": _CHOSEN,
+            "module_granularity_threshold": "mics.shard(units=) chooses what is gathered as a whole",
+            "use_all_reduce_for_fetch_params": _FASTER,
+            "gather_16bit_weights_on_model_save": "engine.save_16bit_model always gathers",
+            "gather_fp16_weights_on_model_save": "engine.save_16bit_model always gathers",
+        }.items()
+    },
+}
+"""Keys that change nothing here, and why."""
+
+_NO_OFFLOAD: Final = "parameters and optimizer state stay on the device; shard over more ranks"
+_QUANTIZED: Final = (
+    "it changes the numbers; Precision(replica_reduce_dtype=torch.bfloat16) halves bytes instead"
+)
+_REFUSED: Final = {
+    "amp": "apex is not used; write bf16 or fp16",
+    "torch_autocast": "write bf16 or fp16, or put torch.autocast around the forward",
+    "sparse_attention": "use torch's attention",
+    "sparse_gradients": "gradients are dense",
+    "elasticity": "batch sizes are fixed; checkpoints of mics load on any number of ranks",
+    "compression_training": "it changes the model",
+    "data_efficiency": "choose the data in the training loop",
+    "curriculum_learning": "choose the data in the training loop",
+    "progressive_layer_drop": "it changes the model",
+    "quantize_training": "it changes the numbers",
+    "eigenvalue": "it belongs to quantize_training",
+    "hybrid_engine": "there is no inference engine; use mics.full_state_dict",
+    "tensor_parallel": "there is no tensor parallelism",
+    "sequence_parallel_size": "there is no sequence parallelism",
+    "pipeline": "there is no pipeline parallelism",
+    "fp16.fp16_master_weights_and_grads": "masters are float32",
+    "bf16.bf16_master_weights_and_grads": "masters are float32",
+    "bf16.bf16_optimizer_states": "optimizer state is float32",
+    "bf16.check_grad_overflow": "call mics.nonfinite_units(model) in the training loop",
+    "bf16.check_overflow": "call mics.nonfinite_units(model) in the training loop",
+    "zero_optimization.offload_param": _NO_OFFLOAD,
+    "zero_optimization.offload_optimizer": _NO_OFFLOAD,
+    "zero_optimization.cpu_offload": _NO_OFFLOAD,
+    "zero_optimization.cpu_offload_param": _NO_OFFLOAD,
+    "zero_optimization.cpu_offload_params": _NO_OFFLOAD,
+    "zero_optimization.zenflow": _NO_OFFLOAD,
+    "zero_optimization.zero_quantized_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
+    "zero_optimization.zero_hpz_partition_size": "write mics_shard_size: its traffic stays inside",
+}
+"""Keys that would change the run, and what to do instead. Turned off they are accepted."""
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A key of the config that changes nothing, and why."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """What a config means for mics, and what of it means nothing."""
+
+    stage: int
+    partition_size: int
+    optimizer_sharding: Literal["world", "partition"]
+    hierarchical: Literal["auto"] | bool
+    precision: Precision
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    gradient_clipping: float = 0.0
+    loss_scaling: LossScaling | None = None
+    casts_inputs: bool = False
+    drop_last: bool = False
+    optimizer: tuple[type[Optimizer], dict[str, Any]] | None = None
+    scheduler: tuple[type[LRScheduler], dict[str, Any]] | None = None
+    ignored: tuple[Ignored, ...] = ()
+
+    def shard_settings(self) -> dict[str, Any]:
+        """The keywords of ``mics.shard``."""
+        return {
+            "partition_size": self.partition_size,
+            "optimizer_sharding": self.optimizer_sharding,
+            "hierarchical": self.hierarchical,
+            "precision": self.precision,
+        }
+
+    def tell(self) -> None:
+        """Log what is ignored, one line each."""
+        for each in self.ignored:
+            _LOG.info("deepspeed config: %s is ignored: %s", each.key, each.reason)
+
+
+def read_config(config: str | Path | Mapping[str, Any], *, world_size: int) -> DeepSpeedConfig:
+    """Read a config of DeepSpeed, a file or a dict, for ``world_size`` ranks."""
+    reader = _Section("", _load(config), [])
+    _refuse_auto(reader.values, "")
+    stage, sharding = _zero(reader, world_size)
+    train, micro, accumulation = _batch_sizes(reader, world_size)
+    precision, scaling, casts = _precision(reader)
+    clipping = reader.number("gradient_clipping", 0.0)
+    drop_last = reader.flag("dataloader_drop_last")
+    if reader.take("gradient_allreduce_op", "mean") != "mean":
+        raise reader.error("gradient_allreduce_op", '"mean"', "mics averages gradients over ranks")
+    optimizer = _optimizer(reader)
+    scheduler = _scheduler(reader)
+    reader.finish()
+    return DeepSpeedConfig(
+        stage=stage,
+        **sharding,
+        precision=precision,
+        train_batch_size=train,
+        micro_batch_size=micro,
+        accumulation_steps=accumulation,
+        gradient_clipping=clipping,
+        loss_scaling=scaling,
+        casts_inputs=casts,
+        drop_last=drop_last,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ignored=tuple(reader.ignored),
+    )
+
+
+# -- sections --------------------------------------------------------------------------------------------
+
+
+def _zero(reader: _Section, world_size: int) -> tuple[int, dict[str, Any]]:
+    zero = reader.section("zero_optimization")
+    stage = zero.take("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise zero.error("stage", "0, 1, 2 or 3", found=stage)
+    size = zero.whole("mics_shard_size", -1)
+    gather = zero.take("mics_hierarchical_params_gather", None)
+    if gather not in (None, True, False):
+        raise zero.error("mics_hierarchical_params_gather", "true or false", found=gather)
+    if size > 0 and stage != 3:
+        raise zero.error("mics_shard_size", "stage 3 beside it", "write stage 3", found=f"stage {stage}")
+    if size == 0 or size < -1 or (size > 0 and world_size % size):
+        raise zero.error("mics_shard_size", f"a divisor of the {world_size} ranks, or -1", found=size)
+    if stage == 2:
+        zero.ignore(
+            "stage",
+            "2 is taken as 1: gradients stay whole on each rank until the step; stage 3 shards them too, and "
+            "mics_shard_size keeps its traffic inside a node",
+        )
+    zero.finish()
+    whole = size if size > 0 else world_size
+    return stage, {
+        "partition_size": whole if stage == 3 else 1,
+        "optimizer_sharding": "partition" if stage == 0 else "world",
+        "hierarchical": "auto" if gather is None else gather,
+    }
+
+
+def _batch_sizes(reader: _Section, world_size: int) -> tuple[int, int, int]:
+    """All three from any that are given: train = micro x accumulation x ranks."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    train, micro, accumulation = (reader.whole(key, None, least=1) for key in keys)
+    if train is None and micro is None:
+        raise reader.error(
+            keys[1],
+            f"it or {keys[0]}",
+            f'write "{keys[1]}": sequences of a micro-step on a rank',
+            found="none",
+        )
+    if train is None:
+        accumulation = accumulation or 1
+        train = micro * accumulation * world_size
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = train // (accumulation * world_size)
+    elif accumulation is None:
+        accumulation = train // (micro * world_size)
+    if train != micro * accumulation * world_size or not train:
+        raise reader.error(
+            keys[0],
+            f"{keys[1]} x {keys[2]} x {world_size} ranks = {micro} x {accumulation} x {world_size}",
+            "leave one of the three out",
+            found=train,
+        )
+    return train, micro, accumulation
+
+
+def _precision(reader: _Section) -> tuple[Precision, LossScaling | None, bool]:
+    fp16 = reader.section("fp16")
+    bf16 = reader.section("bf16" if "bf16" in reader.values else "bfloat16")
+    types = reader.section("data_types")
+    is_half, is_brain = fp16.flag("enabled"), bf16.flag("enabled")
+    if is_half and is_brain:
+        raise reader.error("fp16.enabled", "bf16 or fp16", "turn one of them off", found="both")
+    static = fp16.number("loss_scale", 0.0)
+    scaling = LossScaling(
+        static=static,
+        initial_power=fp16.whole("initial_scale_power", 16, least=0),
+        window=fp16.whole("loss_scale_window", 1000, least=1),
+        hysteresis=fp16.whole("hysteresis", 2, least=1),
+        consecutive_hysteresis=fp16.flag("consecutive_hysteresis"),
+        least=fp16.number("min_loss_scale", 1.0),
+    )
+    casts = fp16.flag("auto_cast")
+    accumulated = types.take("grad_accum_dtype", None)
+    if accumulated not in (None, "fp32"):
+        types.ignore("grad_accum_dtype", "gradients are always accumulated in float32")
+    travels = reader.take("communication_data_type", None)
+    if travels is not None and travels not in _DTYPES:
+        raise reader.error("communication_data_type", f"one of {', '.join(_DTYPES)}", found=travels)
+    for section in (fp16, bf16, types):
+        section.finish()
+    param = torch.float16 if is_half else torch.bfloat16 if is_brain else torch.float32
+    reduce = torch.float32 if travels is None else _DTYPES[travels]
+    return Precision(param_dtype=param, reduce_dtype=reduce), scaling if is_half else None, is_half and casts
+
+
+def _optimizer(reader: _Section) -> tuple[type[Optimizer], dict[str, Any]] | None:
+    section = reader.section("optimizer")
+    if not section.values:
+        return None
+    name, params = str(section.take("type", "")), section.section("params")
+    section.finish()
+    kind = name.lower()
+    if kind in _REFUSED_OPTIMIZERS:
+        raise section.error(
+            "type",
+            "Adam, AdamW or another elementwise optimizer",
+            "write AdamW",
+            found=f"{name}: {_REFUSED_OPTIMIZERS[kind]}",
+        )
+    if "max_grad_norm" in params.values:
+        raise params.error("max_grad_norm", "no such key", "write gradient_clipping at the top of the config")
+    if kind in ("adam", "adamw"):
+        return _adam(params, decoupled=kind == "adamw")
+    found = _TORCH_OPTIMIZERS.get(kind)
+    if found is None:
+        known = ["Adam", "AdamW", *(each.__name__ for each in _TORCH_OPTIMIZERS.values())]
+        raise section.error("type", f"one of {', '.join(known)}", found=name)
+    return found, params.arguments_of(found, found.__name__)
+
+
+def _adam(params: _Section, *, decoupled: bool) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Adam means AdamW unless ``adam_w_mode`` says otherwise; DeepSpeed's own has no decay by default."""
+    decoupled = params.flag("adam_w_mode", default=True) or decoupled
+    is_torch = params.flag("torch_adam")
+    params.flag("set_grad_none")
+    params.flag("fp32_optimizer_states")
+    if not params.flag("bias_correction", default=True):
+        raise params.error("bias_correction", "true", "torch's Adam always corrects", found=False)
+    kind: type[Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
+    given = params.arguments_of(kind, kind.__name__)
+    return kind, given if is_torch else {"weight_decay": 0.0, **given}
+
+
+def _scheduler(reader: _Section) -> tuple[type[LRScheduler], dict[str, Any]] | None:
+    section = reader.section("scheduler")
+    if not section.values:
+        return None
+    name, params = section.take("type", None), section.section("params")
+    section.finish()
+    if name is None:
+        return None
+    if name not in SCHEDULES:
+        raise section.error(
+            "type",
+            f"one of {', '.join(SCHEDULES)}",
+            "pass a scheduler of torch as initialize(lr_scheduler=lambda optimizer: ...)",
+            found=name,
+        )
+    params.take("last_batch_iteration", -1)
+    return SCHEDULES[name], params.arguments_of(SCHEDULES[name], name)
+
+
+# -- reading ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Section:
+    """A dict of the config, whose keys are taken one by one. What is left at the end is told or refused."""
+
+    name: str
+    values: dict[str, Any]
+    ignored: list[Ignored]
+    taken: set[str] = field(default_factory=set)
+
+    def section(self, key: str) -> _Section:
+        found = self.take(key, {})
+        if key == "zero_optimization" and isinstance(found, bool):
+            found = {"stage": int(found)}  # as DeepSpeed had it once
+        if found is not None and not isinstance(found, Mapping):
+            raise self.error(key, "a dict", found=found)
+        return _Section(self._full(key), dict(found or {}), self.ignored)
+
+    def take(self, key: str, default: Any) -> Any:
+        self.taken.add(key)
+        return self.values.get(key, default)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        found = self.take(key, default)
+        if not isinstance(found, bool):
+            raise self.error(key, "true or false", found=found)
+        return found
+
+    def number(self, key: str, default: float) -> float:
+        found = self.take(key, default)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 0:
+            raise self.error(key, "a number of at least 0", found=found)
+        return float(found)
+
+    def whole(self, key: str, default: int | None, *, least: int | None = None) -> Any:
+        found = self.take(key, default)
+        if found is default:
+            return found
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
+            expected = "a whole number" if least is None else f"a whole number of at least {least}"
+            raise self.error(key, expected, found=found)
+        return found
+
+    def arguments_of(self, kind: type, name: str) -> dict[str, Any]:
+        """What is left, as arguments of a torch class."""
+        known = [key for key in inspect.signature(kind).parameters if key not in ("params", "optimizer")]
+        left = {key: value for key, value in self.values.items() if key not in self.taken}
+        for key in left:
+            if key not in known:
+                raise self.error(key, f"a setting of {name} ({', '.join(known)})", found="another")
+        if "betas" in left:
+            left["betas"] = tuple(left["betas"])
+        return left
+
+    def ignore(self, key: str, reason: str) -> None:
+        self.ignored.append(Ignored(self._full(key), reason))
+
+    def finish(self) -> None:
+        """Keys that nobody took: those that mean nothing here are told, the others refused."""
+        for key, value in self.values.items():
+            full = self._full(key)
+            if key in self.taken:
+                continue
+            if full in _IGNORED:
+                self.ignore(key, _IGNORED[full])
+            elif full in _REFUSED:
+                if not _is_off(key, value):
+                    raise self.error(key, "it to be off or left out", _REFUSED[full], found=value)
+            else:
+                near = difflib.get_close_matches(key, [*self._known(), *self.taken], 1)
+                hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+                raise self.error(
+                    key, "a key of DeepSpeed's config", hint, found="one that mics does not know"
+                )
+
+    def error(self, key: str, expected: str, advice: str = "", *, found: Any = _MISSING) -> SettingsError:
+        if found is _MISSING:
+            found = self.values.get(key)
+        shown = found if isinstance(found, str) else json.dumps(found, default=str)
+        return SettingsError(
+            f"{self._full(key)}: expected {expected}, found {shown[:120]}" + (f"; {advice}" if advice else "")
+        )
+
+    def _full(self, key: str) -> str:
+        # bfloat16 is what bf16 was called once.
+        return f"{self.name}.{key}".replace("bfloat16.", "bf16.") if self.name else key
+
+    def _known(self) -> Iterable[str]:
+        prefix = f"{self.name}." if self.name else ""
+        for full in (*_IGNORED, *_REFUSED):
+            if full.startswith(prefix):
+                yield full.removeprefix(prefix)
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Whether a setting is there and does nothing."""
+    if isinstance(value, Mapping):
+        if key.startswith("offload"):
+            return value.get("device", "none") in ("none", None)
+        if "enabled" in value:
+            return value["enabled"] is False
+        return not value or (key == "tensor_parallel" and value.get("autotp_size", 0) in (0, 1))
+    return value in (None, False, 0, 1) and value is not True
+
+
+def _load(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | Path):
+        raise SettingsError(
+            f"config: expected the path of a ds_config.json or a dict, found {type(config).__name__}"
+        )
+    try:
+        found = json.loads(Path(config).read_text(), object_pairs_hook=_unique)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"config: expected a JSON file, found {config}: {error}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"config: expected a JSON object in {config}, found {type(found).__name__}")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return found
+
+
+def _refuse_auto(value: Any, where: str) -> None:
+    """``"auto"`` is Hugging Face's: its Trainer fills it in."""
+    if value == "auto":
+        raise SettingsError(
+            f'{where}: expected a value, found "auto", which the Trainer of Hugging Face fills in; '
+            f"write {_AUTO.get(where, 'the value itself, or leave the key out')}"
+        )
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_auto(inner, f"{where}.{key}" if where else str(key))
+
+
+_AUTO: Final = {
+    "train_batch_size": "sequences of an optimizer step on all ranks, or leave the key out",
+    "train_micro_batch_size_per_gpu": "sequences of a micro-step on one rank",
+    "gradient_accumulation_steps": "micro-steps of an optimizer step, for example 1",
+    "gradient_clipping": "the greatest norm, for example 1.0",
+    "bf16.enabled": "true or false",
+    "fp16.enabled": "true or false",
+    "optimizer.params.lr": "the learning rate, for example 3e-4",
+    "optimizer.params.betas": "both numbers, for example [0.9, 0.95]",
+    "scheduler.params.total_num_steps": "optimizer steps of the run",
+    "scheduler.params.warmup_num_steps": "optimizer steps of the warmup",
+}
