@@ -237,11 +237,40 @@ def test_the_file_beside_a_run_is_found(tmp_path: Path) -> None:
     write_cluster(file, replace(_calibration(), cluster=alone), model="gpt-tiny", backend="gloo")
     for said, chosen in run_ranks(2, _beside, str(tmp_path), ranks_per_node=1):
         assert chosen == str(file)
-        assert said is not None and "the link between nodes is assumed" in said
+        assert said is not None and "the link between nodes is assumed (12.5 MB/s, 200 us a hop)" in said
     file.write_text("nonsense")
     for said, chosen in run_ranks(2, _beside, str(tmp_path)):
         assert chosen is None
         assert said is not None and "passed over" in said
+
+
+def test_plans_say_where_a_link_is_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of one node has no measured link between nodes: whoever plans for two is told."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MICS_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    words = (
+        "measured on one node: the link between nodes is assumed (12.5 MB/s, 200 us a hop); run mics "
+        "calibrate on two nodes"
+    )
+    plan = ["plan", "--model", "nano", "--global-batch", "16", "--cluster"]
+    dry = ["train", "--dry-run", "--launch.device", "cpu"]
+    alone = replace(_calibration(), cluster=replace(CLUSTER, num_nodes=1))
+    for found, expected in ((alone, True), (_calibration(), False)):
+        write_cluster(Path("cluster.yaml"), found, model="nano", backend="gloo")
+        assert cli.main([*plan, "cluster.yaml:2"]) == 0
+        told = f"mics plan: warning: --cluster cluster.yaml:2: {words}\n"
+        assert (told in capsys.readouterr().err) == expected
+        assert cli.main([*plan, "cluster.yaml", "--nodes", "1", "2"]) == 0
+        assert (words in capsys.readouterr().err) == expected
+        assert cli.main([*plan, "cluster.yaml:1"]) == 0
+        assert "assumed" not in capsys.readouterr().err
+        assert cli.main([*dry, "--launch.simulated-nodes", "2"]) == 0
+        assert (words in " ".join(capsys.readouterr().out.split())) == expected
+        assert cli.main([*dry, "--launch.simulated-nodes", "1"]) == 0
+        assert "assumed" not in capsys.readouterr().out
 
 
 def test_who_names_a_cluster_has_chosen(tmp_path: Path) -> None:

@@ -359,6 +359,15 @@ def test_mistakes_are_one_line(saved: Path, tmp_path: Path, capsys: pytest.Captu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "expected.pt", "run"]
 
 
+def test_help_is_that_of_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """What may be left out shows its type, and that it is unset."""
+    with pytest.raises(SystemExit) as left:
+        main(["checkpoint", "export", "--help"])
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    assert "--config PATH" in shown and "(default: unset)" in shown and "None" not in shown
+
+
 def test_a_torn_source_leaves_nothing(saved: Path, tmp_path: Path) -> None:
     """An export that cannot be finished has no name."""
     file = saved / "step-5" / "__0_0.distcp"

@@ -468,3 +468,32 @@ def test_no_pickle_is_loaded(tmp_path: Path) -> None:
     run_ranks(2, trained_and_saved, str(tmp_path / "c"), 2)
     assert (tmp_path / "c" / ".metadata").exists()
     assert run_ranks(1, _without_pickle, str(tmp_path / "c")) == [STEPS]
+
+
+class _OverRanks:
+    """Whose state is agreed on by all ranks."""
+
+    def state_dict(self) -> dict[str, float]:
+        import torch.distributed as dist
+
+        total = torch.ones(())
+        dist.all_reduce(total)
+        return {"total": float(total)}
+
+
+def _refused(folder: str) -> str:
+    import mics
+    from mics.errors import SettingsError
+
+    model, optimizer = build(2)
+    with pytest.raises(SettingsError) as caught:
+        mics.save(folder, model, optimizer, {"own": _OverRanks()})
+    train(model, optimizer, 0, 1)  # no rank is in a collective that others are not in
+    return str(caught.value)
+
+
+def test_a_folder_that_one_rank_refuses_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """Rank 0 looks at the folder before anybody's state_dict() is called: that may be collective."""
+    (tmp_path / "mine.txt").touch()
+    for found in run_ranks(2, _refused, str(tmp_path)):
+        assert "found mine.txt" in found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 import mics
+from mics.checkpoint import apart
 from mics.checkpoint.arguments import as_place
 from mics.checkpoint.command import checkpoint
 from mics.checkpoint.folders import latest_in, steps_in
+from mics.checkpoint.formats.dcp import METADATA_NAME
 from mics.checkpoint.remote import RemotePath
-from mics.checkpoint.storage import storage_of
+from mics.checkpoint.storage import INDEX_NAME, read_file, storage_of
 from mics.errors import CheckpointError, MissingExtraError, SettingsError
 from tests.checkpoint.runs import STEPS, build, everything, has_part_of, same, train
 from tests.ranks import run_ranks
@@ -136,6 +139,71 @@ def test_a_store_that_fails_after_the_index(
     assert same(everything(model, optimizer), values)
     mics.save(memory, model, optimizer, {"step": 2}, step=1)
     assert len(_names(f"{memory}/step-1")) == 4
+
+
+def _dcp_files(url: str) -> set[str] | None:
+    """The objects that DCP's index names; None: there is no such index."""
+    found = RemotePath(f"{url}/{METADATA_NAME}")
+    if not found.exists():
+        return None
+    content = read_file(found, most=1 << 24)
+    return {name.decode() for name in re.findall(rb"__\d+_\d+-[0-9a-f]{12}\.distcp", content)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_index_of_parts_replaces_the_index_of_dcp(
+    alone: None, memory: str, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """It has none for DCP: that of the save before goes, and before it goes all that it names is there."""
+    model, optimizer = build(1)
+    mics.save(memory, model, optimizer, {"step": 1})
+    monkeypatch.setattr(apart, "MAX_GATHERED_ITEMS", 0)
+    train(model, optimizer, 0, 1)
+    values = everything(model, optimizer)
+    removed: list[list[str]] = []
+
+    def remove(places: list[RemotePath], **kwargs: Any) -> None:
+        removed.append([each.name for each in places])
+        named = _dcp_files(memory)
+        assert named and named <= set(_names(memory))
+        raise CheckpointError("cut")
+
+    with monkeypatch.context() as patch:
+        if fails:
+            patch.setattr("mics.checkpoint.storage.remove", remove)
+        mics.save(memory, model, optimizer, {"step": 2})
+    train(model, optimizer, 0, 1)
+    assert mics.load(memory, model, optimizer)["step"] == 2
+    assert same(everything(model, optimizer), values)
+    if fails:
+        assert removed == [[METADATA_NAME]]
+        mics.save(memory, model, optimizer, {"step": 2})
+    assert _dcp_files(memory) is None
+    assert len(_names(memory)) == 4  # values, own state, its part of the index, the index: of one save
+
+
+def test_dcp_finds_a_whole_checkpoint_whatever_fails(
+    alone: None, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fails before, at or after an object leaves an index for DCP whose files are there."""
+    model, optimizer = build(1)
+    mics.save(memory, model, optimizer, {"step": 1})
+    storage = type(storage_of(RemotePath(memory)))
+    put = storage.write
+    for name in (INDEX_NAME, METADATA_NAME):
+
+        def write(self: Any, place: Any, content: bytes, name: str = name) -> None:
+            if place.name == name:
+                raise CheckpointError(f"{place}: could not be written: cut")
+            put(self, place, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write", write)
+            with pytest.raises(CheckpointError, match="cut"):
+                mics.save(memory, model, optimizer, {"step": 2})
+        named = _dcp_files(memory)
+        assert named and named <= set(_names(memory))
+        mics.load(memory, model, optimizer)
 
 
 def test_order_of_deletion(alone: None, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from mics.doctor.checks.machines import (
     versions,
 )
 from mics.doctor.checks.networks import adapters, bandwidth, collectives, doors, interfaces, pairs
-from mics.doctor.checks.storage import folder, folder_space, folder_speed
+from mics.doctor.checks.storage import data, folder, folder_space, folder_speed
 from mics.doctor.checks.who import answers
 from mics.doctor.facts import (
     Adapter,
@@ -194,6 +194,20 @@ def _cases() -> list[Any]:
         (settings, _with(good, 3, settings_error="--config x"), "fail", "h1 (rank 3)", "--config x"),
         (settings, _with(good, 3, settings_digest="other"), "fail", "h1 (rank 3)", "different"),
         (settings, replace(good, wishes=Wishes(partition_size=3)), "fail", "", "divisor of the 8 ranks"),
+        (
+            data,
+            _with(two, 1, missing_shards=["a"]),
+            "fail",
+            "h1 (rank 1)",
+            "found none at a",
+        ),
+        (
+            data,
+            _with(_with(two, 0, missing_shards=["a", "b"]), 1, missing_shards=["a"]),
+            "warn",
+            "",
+            "found none at a, b",
+        ),
         (versions, _with(good, 5, versions=other_torch), "fail", "h2 (rank 5)", "found 2.12.0"),
         (
             versions,

@@ -72,9 +72,12 @@ def _examined(folder: str, port: int, args: list[str]) -> tuple[int, str]:
 
 
 def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
-    """All stages on real ranks: rank 0 reports, all have its exit code, and nothing is left behind."""
+    """All stages on real ranks: rank 0 reports, all have its exit code, and nothing is left behind.
+
+    Data need not be prepared for that.
+    """
     settings = tmp_path / "run.yaml"
-    settings.write_text("output_dir: out\nsharding:\n  partition_size: 2\n")
+    settings.write_text("output_dir: out\nsharding:\n  partition_size: 2\ndata:\n  shards: [prepared]\n")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     args = ["--config", str(settings), "--json"]
     found = run_ranks(4, _examined, str(tmp_path), store.port, args, launch="variables", ranks_per_node=2)
@@ -84,6 +87,9 @@ def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
     levels = {each["check"]: each["level"] for each in told["findings"]}
     expected = {"ranks", "versions", "clocks", "results", "collectives", "checkpoints", "checkpoint space"}
     assert {check: levels.get(check) for check in expected} == dict.fromkeys(expected, "ok")
+    (data,) = (each for each in told["findings"] if each["check"] == "data")
+    assert data["level"] == "warn" and "mics data prepare" in data["way_out"]
+    assert data["way_out"].endswith("--out prepared")
     assert len(told["transfers"]) == 4, "each rank to the one of its number on the other node"
     assert told["seconds"] < 30
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]

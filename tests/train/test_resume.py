@@ -277,6 +277,17 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(told) == 1 and "No space left" in told[0] and "Training goes on" in told[0]
     with pytest.raises(CheckpointError):
         checkpoints.save_now(interval)
+
+    class Failed:
+        def wait(self) -> None:
+            if len(told) < 2:
+                raise fails
+
+    begun: list[int] = []
+    monkeypatch.setattr("mics.save", lambda *args, step, **kwargs: begun.append(step) or Failed())
+    checkpoints._saving = Failed()  # type: ignore[assignment]
+    assert checkpoints.save_if_due(2 * interval) is not None
+    assert begun == [2 * interval] and len(told) == 2, "one that failed behind it is told, and no reason"
     monkeypatch.setattr(checkpoints, "finish", full)
-    checkpoints.finish_training()
-    assert len(told) == 2
+    checkpoints.finish_or_warn()
+    assert len(told) == 3

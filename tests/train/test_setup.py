@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from mics.train.config import ModelSettings, TrainConfig
+from mics.train.config import ModelSettings, ShardingSettings, TrainConfig
 from mics.train.data import Dealing
 from mics.train.setup import Setup, describe_run, describe_title
+from mics.train.sharding import describe_choices, shard_model
 from tests.ranks import run_ranks
 
 CONFIG = TrainConfig(model=ModelSettings(num_layers=1, num_heads=2, hidden_size=16, seq_len=8))
@@ -74,3 +75,21 @@ def test_gpus_that_ranks_share_are_counted_once() -> None:
 def test_a_changed_size_is_not_called_by_its_name() -> None:
     """A named size of which a number was replaced says so."""
     assert (ModelSettings().title, CONFIG.model.title) == ("nano", "nano (changed)")
+
+
+def _choices(settings: ShardingSettings) -> list[str]:
+    model = shard_model(CONFIG.model.build().make(), settings)
+    return list(describe_choices(model, settings))
+
+
+def test_a_gpus_precision_on_processors_is_named() -> None:
+    """`mics plan --write` names the dtype of the planned GPU: a trial on a processor says what it is."""
+    for narrow in ("bf16", "fp16"):
+        (said, *_), quiet = (
+            run_ranks(1, _choices, ShardingSettings(param_dtype=dtype)) for dtype in (narrow, "auto")
+        )
+        assert said[-1] == (
+            f"sharding.param_dtype {narrow}: meant for GPUs, and slow on most processors; "
+            "--sharding.param-dtype auto is fp32 here"
+        )
+        assert quiet == [said[:-1]]

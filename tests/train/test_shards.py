@@ -180,11 +180,17 @@ def test_settings_take_lists(fables: TokenData, tmp_path: Path) -> None:
     for wrong, expected in (
         ({"weights": (1.0,)}, r"data\.weights: expected one for each of 0"),
         ({"shards": (fables.folder,), "weights": (-1.0,)}, r"data\.weights: expected numbers above 0"),
-        ({"shards": (tmp_path,)}, r"data\.shards: expected folders that mics data prepare has made"),
         ({"shards": (fables.folder,), "text": file}, "expected one of them, found both"),
     ):
         with pytest.raises(SettingsError, match=expected):
             DataSettings(**wrong)  # type: ignore[arg-type]
+    file.write_text(yaml.safe_dump({"data": {"shards": [str(tmp_path)]}}))
+    assert load_settings(TrainConfig, file).data.missing_shards == (tmp_path,)
+    with pytest.raises(
+        SettingsError, match=r"data\.shards: expected folders that mics data prepare has made"
+    ):
+        parse_train_config(["--config", str(file)])
+    assert parse_train_config(["--config", str(file), "--data.shards", folder]).data.missing_shards == ()
     file.write_text(yaml.safe_dump({"data": {"shards": folder}}))
     with pytest.raises(SettingsError, match=r"data\.shards: expected a list"):
         load_settings(TrainConfig, file)

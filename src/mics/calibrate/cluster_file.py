@@ -11,7 +11,7 @@ import torch
 
 from mics.calibrate.fit import LinkName, worst_error
 from mics.calibrate.run import Calibration
-from mics.cost.clusters import Link
+from mics.cost.clusters import Link, speed_of
 from mics.errors import SettingsError
 from mics.utils.numbers import percent
 
@@ -95,14 +95,6 @@ def _check_line(found: Calibration) -> list[str]:
         return []
     worst = percent(worst_error(found.cluster, found.points, "world"))
     return [f"# Collectives of all ranks, in two stages, are predicted within {worst}."]
-
-
-def speed_of(link: Link) -> str:
-    """``12.3 MB/s, 200 us a hop``."""
-    bandwidth, latency = link.bandwidth, link.latency
-    speed = f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.3g} MB/s"
-    hop = f"{1e3 * latency:.3g} ms" if latency >= 1e-3 else f"{1e6 * latency:.3g} us"
-    return f"{speed}, {hop} a hop"
 
 
 def described(found: Calibration) -> str:

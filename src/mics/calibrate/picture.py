@@ -10,10 +10,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from mics.calibrate.cluster_file import speed_of
 from mics.calibrate.fit import LINK_NAMES, TINY_NBYTES, CollectiveTime, LinkName, worst_error
 from mics.calibrate.run import Calibration
-from mics.cost.clusters import Cluster
+from mics.cost.clusters import Cluster, speed_of
 from mics.cost.collectives import Kind, cost
 from mics.utils.numbers import percent
 from mics.utils.picture_style import THEMES, Theme, picture

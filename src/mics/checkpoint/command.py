@@ -24,6 +24,7 @@ from mics.checkpoint.records import Index
 from mics.checkpoint.storage import Place
 from mics.checkpoint.tables import tables_of
 from mics.errors import CheckpointError, SettingsError
+from mics.utils.command_line import parse_commands
 from mics.utils.numbers import volume
 from mics.utils.progress import long_work
 
@@ -43,20 +44,12 @@ _Out = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help=_OUT, metavar="OU
 
 def checkpoint(args: Sequence[str]) -> int:
     """Parse and run one of the commands."""
-    commands: dict[str, Callable[..., int]] = {
-        "show": show,
-        "verify": verify,
-        "export": export,
-        "import": import_,
-    }
     try:
-        return int(
-            tyro.extras.subcommand_cli_from_dict(
-                commands,
-                prog="mics checkpoint",
-                description="Look into checkpoints, check them, and convert them. No pickle is ever loaded.",
-                args=list(args),
-            )
+        return parse_commands(
+            {"show": show, "verify": verify, "export": export, "import": import_},
+            args,
+            prog="mics checkpoint",
+            description="Look into checkpoints, check them, and convert them. No pickle is ever loaded.",
         )
     except CheckpointError as error:
         print(f"mics checkpoint: error: {error}", file=sys.stderr)

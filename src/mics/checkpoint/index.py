@@ -1,6 +1,6 @@
 """``mics.json``: the index of a checkpoint of ours, as a file.
 
-It is written last, so a folder that has one is complete.
+It is written after all that it names, so a folder that has one is complete.
 """
 
 from __future__ import annotations

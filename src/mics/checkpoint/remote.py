@@ -1,12 +1,13 @@
 """Files on an object store, through fsspec: paths that are URLs, ranged reads, uploads in parts.
 
 fsspec is imported when a URL is used. What it and the store's own package raise becomes a CheckpointError
-with the URL. Calls that may succeed the next time (a connection that was cut) are tried a few times. The
-packages try each request several times themselves.
+with the URL. Calls that may succeed the next time (a connection that was cut) are tried a few times, unless
+that took long already: the packages try each request several times themselves, and other ranks wait.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ _EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PART_NBYTES: Final = 32 << 20  # S3 has at most 10,000 parts of an object
 _NUM_ATTEMPTS: Final = 3
 _PAUSE_SECONDS: Final = 0.5
+_PATIENCE_SECONDS: Final = 20.0
+"""After so long a call is not tried again."""
 _FINAL: Final = (
     FileNotFoundError,
     PermissionError,
@@ -140,6 +143,7 @@ def asked(
 
     A cut connection is tried again, an error that stays is a CheckpointError.
     """
+    began = time.monotonic()
     for attempt in range(1, attempts + 1):
         try:
             store = _connected(place.url.partition("://")[0])
@@ -147,7 +151,8 @@ def asked(
         except MicsError:
             raise
         except Exception as error:
-            if attempt == attempts or isinstance(error, _FINAL) or "Credentials" in type(error).__name__:
+            last = attempt == attempts or time.monotonic() - began > _PATIENCE_SECONDS
+            if last or isinstance(error, _FINAL) or "Credentials" in type(error).__name__:
                 raise could_not(place, done, error) from error
             time.sleep(_PAUSE_SECONDS * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
@@ -176,9 +181,8 @@ def _connected(protocol: str) -> Any:
         raise MissingExtraError(
             f"a checkpoint on {protocol}:// needs fsspec, found none; type: pip install 'mics-torch[s3]'"
         ) from None
-    options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
     try:
-        store = fsspec.filesystem(protocol, use_listings_cache=False, **options)
+        store = fsspec.filesystem(protocol, use_listings_cache=False, **_options(protocol))
     except ImportError as error:
         raise MissingExtraError(f"a checkpoint on {protocol}:// needs another package: {error}") from None
     except ValueError as error:
@@ -186,6 +190,16 @@ def _connected(protocol: str) -> Any:
             f"{protocol}://: expected a protocol that fsspec knows, such as s3 or gs, found: {error}"
         ) from None
     return store
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """Of fsspec's file systems that need some."""
+    if protocol in ("file", "local"):
+        return {"auto_mkdir": True}
+    if protocol in ("s3", "s3a") and "AWS_MAX_ATTEMPTS" not in os.environ:
+        # s3fs tries five times. botocore below it would try five times for each, for minutes.
+        return {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    return {}
 
 
 class RemoteFile:

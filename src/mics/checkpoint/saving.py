@@ -65,10 +65,12 @@ def save(
     began = time.perf_counter()
     world, host = join_hosts("mics.save")
     with plainly(), world.explaining("save", str(path)):
+        # First what one rank alone may find wrong: state_dict() of somebody's object may be collective.
+        root, folder = together(host, "mics.save", lambda: _places(path, step, host.rank), _cannot)
         snapshot = together(
             host,
             "mics.save",
-            lambda: _prepare(world, host, model, optimizer, extra_state, path, step, keep),
+            lambda: _prepare(world, host, model, optimizer, extra_state, root, folder, step, keep),
             _cannot,
         )
         _check_same(host, snapshot)
@@ -121,13 +123,24 @@ def engine_in(world: World, model: nn.Module, what: str) -> Engine:
     return engine
 
 
+def _places(path: Any, step: Any, rank: int) -> tuple[Place, Place]:
+    """What ``path`` means, and the folder of this checkpoint, which may be written."""
+    step = as_integer(step, "step", least=0)
+    root = as_place(path, "mics.save").resolve()  # the working directory may change while it is written
+    folder = root if step is None else root / folders.step_name(step)
+    if rank == 0:
+        folders.check_replaceable(folder)
+    return root, folder
+
+
 def _prepare(
     world: World,
     host: HostGroup,
     model: nn.Module,
     optimizer: Any,
     extra_state: Any,
-    path: Any,
+    root: Place,
+    folder: Place,
     step: Any,
     keep: Any,
 ) -> Snapshot:
@@ -138,11 +151,7 @@ def _prepare(
         raise SettingsError(f"mics.save: expected keep together with step, found keep={keep} alone")
     extra_state = as_extra_state(extra_state, "mics.save")
     optimizers = as_optimizers(optimizer, "mics.save")
-    root = as_place(path, "mics.save").resolve()  # the working directory may change while it is written
-    folder = root if step is None else root / folders.step_name(step)
     rank = world.rank
-    if rank == 0:
-        folders.check_replaceable(folder)
     contents = contents_of(model, engine)
     groups = None if optimizer is None else [g for each in optimizers for g in groups_by_name(each, contents)]
     return Snapshot(

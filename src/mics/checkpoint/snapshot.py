@@ -124,7 +124,7 @@ class Snapshot:
         _check_sizes(draft, {name: size for part in parts for name, size in part.files.items()})
         _check_sizes(draft, {part.name: part.nbytes for part in parts})
         write_head(draft, self._described(draft, tensors, {}), parts, ITEM_NBYTES)
-        self._published(draft)
+        self._published(draft, without=[METADATA_NAME])
 
     def _begin(self) -> Draft:
         storage = storage_of(self.folder)
@@ -170,12 +170,14 @@ class Snapshot:
     ) -> None:
         storage = storage_of(self.folder)
         items = (item for report in reports for item in report.items)
-        storage.write(draft.where / METADATA_NAME, writer.pickled_metadata(metadata, items))
+        metadata_of_all = writer.pickled_metadata(metadata, items)
         write_index(draft, self._index(draft, reports))
+        # After the index: once that is put, files of this save stay whatever fails, as those of before do.
+        storage.write(draft.where / METADATA_NAME, metadata_of_all)
         self._published(draft)
 
-    def _published(self, draft: Draft) -> None:
-        storage_of(self.folder).publish(draft)
+    def _published(self, draft: Draft, *, without: Sequence[str] = ()) -> None:
+        storage_of(self.folder).publish(draft, without=without)
         if self.step is not None:
             folders.point_latest(self.root, self.folder.name)
             folders.prune(self.root, self.keep)

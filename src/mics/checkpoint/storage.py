@@ -2,7 +2,7 @@
 
     disk     files go to a hidden folder, which is renamed when everything in it is on disk
     store    there is no rename, and no folder: files go to their place under names that no other save has,
-             and the index, one object, is put last
+             and the index, one object, is put when all of them are there
 
 So on both the index of a checkpoint is there when all of it is, and a step that is saved again is replaced at
 once. Small files (the index, ``latest``) are there whole or not at all.
@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +92,11 @@ class Storage(Protocol):
     def begin(self, folder: Place) -> Draft:
         """Make room to write the checkpoint ``folder``."""
 
-    def publish(self, draft: Draft) -> None:
-        """Its index is written: let it be the checkpoint of its name, and remove the one from before."""
+    def publish(self, draft: Draft, *, without: Sequence[str] = ()) -> None:
+        """Its index is written: let it be the checkpoint of its name, and remove the one from before.
+
+        ``without``: files that one from before may have under the same name, and this one has not.
+        """
 
     def abandon(self, draft: Draft) -> None:
         """Remove what was written of one that will not be whole."""
@@ -127,7 +130,7 @@ class LocalStorage:
         partial.mkdir()
         return Draft(folder=folder, where=partial)
 
-    def publish(self, draft: Draft) -> None:
+    def publish(self, draft: Draft, *, without: Sequence[str] = ()) -> None:
         """One is there at every moment."""
         folder = _local(draft.folder)
         partial, previous = partial_of(folder), previous_of(folder)
@@ -179,10 +182,15 @@ class FsspecStorage:
     def begin(self, folder: Place) -> Draft:
         return Draft(folder=folder, where=folder, tag=secrets.token_hex(6))
 
-    def publish(self, draft: Draft) -> None:
-        """Putting the index has done it. Files of other saves are of no use any more."""
+    def publish(self, draft: Draft, *, without: Sequence[str] = ()) -> None:
+        """Putting the index has done it. Files of other saves are of no use any more.
+
+        Those in ``without`` go first: they name the others.
+        """
         try:
-            found = ((each, _TAGGED.fullmatch(each.name)) for each in _remote(draft.folder).iterdir())
+            there = list(_remote(draft.folder).iterdir())
+            remove([each for each in there if each.name in without])
+            found = ((each, _TAGGED.fullmatch(each.name)) for each in there)
             remove([each for each, match in found if match and match[1] != draft.tag])
         except CheckpointError as error:
             _LOG.warning("%s: files of an earlier save are left there: %s", draft.folder, error)

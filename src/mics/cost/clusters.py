@@ -240,6 +240,25 @@ def find_cluster(description: str, *, num_nodes: int | None = None) -> Cluster:
     return cluster if num_nodes is None else replace(cluster, num_nodes=num_nodes)
 
 
+def assumed_between_nodes(description: str, *, num_nodes: int) -> str:
+    """What to know where a file that was measured on one node stands for several; empty: nothing."""
+    measured = find_cluster(description.partition(":")[0])
+    if measured.computing is None or measured.num_nodes > 1 or num_nodes == 1:
+        return ""
+    return (
+        f"measured on one node: the link between nodes is assumed ({speed_of(measured.inter)}); run mics "
+        "calibrate on two nodes"
+    )
+
+
+def speed_of(link: Link) -> str:
+    """``12.3 MB/s, 200 us a hop``."""
+    bandwidth, latency = link.bandwidth, link.latency
+    speed = f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.3g} MB/s"
+    hop = f"{1e3 * latency:.3g} ms" if latency >= 1e-3 else f"{1e6 * latency:.3g} us"
+    return f"{speed}, {hop} a hop"
+
+
 def _read(path: Path) -> Cluster:
     require("cli", f"cluster file {path}")
     import yaml

@@ -142,6 +142,9 @@ def state_facts(place: Place, settings: RunSettings) -> tuple[RankFacts, Rank | 
         max_restarts=None if restarts is None else int(restarts),
         settings_error=settings.error,
         settings_digest=settings.digest,
+        missing_shards=[]
+        if settings.train is None
+        else [str(each) for each in settings.train.data.missing_shards],
         gpu_error=gpu_error,
     )
     return facts, me

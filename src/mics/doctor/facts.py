@@ -131,6 +131,8 @@ class RankFacts:
     settings_error: str = ""
     """Why the settings cannot be read here."""
     settings_digest: str = ""
+    missing_shards: list[str] = field(default_factory=list)
+    """Of the folders to train on, those that have none here."""
     gpu_error: str = ""
     """Why the GPU cannot be used."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from mics.cost.clusters import PRESETS, Cluster
+from mics.cost.clusters import PRESETS, Cluster, assumed_between_nodes
 from mics.cost.constants import Kernels
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
@@ -156,6 +156,7 @@ def plan(args: Sequence[str]) -> int:
             require("plot", "--html")
         model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
         _check_sizes(config, model, cluster)
+        _say_what_is_assumed(config, cluster)
         if config.output.write is not None:
             _check_trainable(config)
         if config.nodes:
@@ -171,6 +172,14 @@ def plan(args: Sequence[str]) -> int:
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 2
+
+
+def _say_what_is_assumed(config: PlanConfig, cluster: Cluster) -> None:
+    """On stderr: it stands beside a report in JSON too."""
+    most = max(config.nodes, default=cluster.num_nodes)
+    assumed = assumed_between_nodes(config.cluster, num_nodes=most)
+    if assumed:
+        print(f"mics plan: warning: --cluster {config.cluster}: {assumed}", file=sys.stderr)
 
 
 def _check_sizes(config: PlanConfig, model: ModelShape, cluster: Cluster) -> None:

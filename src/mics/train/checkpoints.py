@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,16 +94,20 @@ class Checkpoints:
     def save_if_due(self, step: int) -> float | None:
         """Save after every interval. Returns how long training stood still for it, in seconds.
 
-        A checkpoint that cannot be written (a full disk) is no reason to lose what comes after it.
+        A checkpoint that cannot be written (a full disk, a store that is away) is no reason to lose what
+        comes after it: neither training nor the next checkpoint.
         """
         interval = self._config.checkpoint.interval
         if not interval or step % interval:
             return None
+        began = time.perf_counter()
+        self.finish_or_warn()  # of the save before, which is told of here alone: this one is begun anyway
         try:
-            return self._save(step, wait=not self._config.checkpoint.asynchronous)
+            self._save(step, wait=not self._config.checkpoint.asynchronous)
         except mics.CheckpointError as error:
             self._warn(error)
             return None
+        return time.perf_counter() - began
 
     def save_now(self, step: int) -> Place:
         """Have ``step`` on disk."""
@@ -116,8 +121,8 @@ class Checkpoints:
         if self._saving is not None:
             self._saving.wait()
 
-    def finish_training(self) -> None:
-        """The same after the last step: the results are worth more than the checkpoint."""
+    def finish_or_warn(self) -> None:
+        """The same where what comes next (the results, another checkpoint) is worth more than this one."""
         try:
             self.finish()
         except mics.CheckpointError as error:
@@ -132,7 +137,7 @@ class Checkpoints:
         if self._me.rank == 0:
             _forget_job(self._config.checkpoint_dir)
 
-    def _save(self, step: int, *, wait: bool) -> float:
+    def _save(self, step: int, *, wait: bool) -> None:
         assert self.dealing is not None
         extra = {**self._parts, "step": step, "data": {**self.dealing.as_dict(), "digest": self._data_digest}}
         self._saving = mics.save(
@@ -145,7 +150,6 @@ class Checkpoints:
             wait=wait,
         )
         self._saved_step = step
-        return self._saving.stall
 
     def _resumed(self, folder: Place, place: "_Place", *, own: bool) -> Resumed:
         step, (dealing, digest) = place.step.value, place.data.value

@@ -10,7 +10,7 @@ import torch
 
 from mics.comm import World
 from mics.config import why_not_cluster
-from mics.cost.clusters import find_cluster
+from mics.cost.clusters import assumed_between_nodes, find_cluster
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
 
@@ -39,10 +39,8 @@ def use_cluster_beside(
         _use_named(config, environ)
         return f"warning: {file} is passed over: {reasons[0]}"
     environ["MICS_CLUSTER"] = str(file)
-    measured = find_cluster(str(file))
-    if measured.computing is not None and measured.num_nodes == 1 < len(nodes):
-        return f"cluster: {file}, measured on one node: the link between nodes is assumed"
-    return f"cluster: {file}"
+    assumed = assumed_between_nodes(str(file), num_nodes=len(nodes))
+    return f"cluster: {file}, {assumed}" if assumed else f"cluster: {file}"
 
 
 def _use_named(config: TrainConfig, environ: MutableMapping[str, str]) -> str | None:

@@ -128,18 +128,26 @@ class DataSettings:
         _require(self.text is None or self.text.is_file(), "data.text", "a file that exists", str(self.text))
         if self.text is not None and self.shards:
             raise SettingsError("data.text, data.shards: expected one of them, found both; leave one out")
-        for folder in self.shards:
-            _require(
-                (folder / INDEX_FILE).is_file(),
-                "data.shards",
-                f"folders that mics data prepare has made, with {INDEX_FILE}",
-                str(folder),
-            )
         if self.weights:
             fit = len(self.weights) == len(self.shards)
             _require(fit, "data.weights", f"one for each of {len(self.shards)} data.shards", self.weights)
             positive = all(0 < weight < math.inf for weight in self.weights)
             _require(positive, "data.weights", "numbers above 0", self.weights)
+
+    def check_prepared(self) -> None:
+        """Raise if shards are not there. Settings may be written, and a cluster examined, before they are."""
+        missing = self.missing_shards
+        _require(
+            not missing,
+            "data.shards",
+            f"folders that mics data prepare has made, with {INDEX_FILE}",
+            ", ".join(map(str, missing)),
+        )
+
+    @property
+    def missing_shards(self) -> tuple[Path, ...]:
+        """Folders that have no shards on this host."""
+        return tuple(folder for folder in self.shards if not (folder / INDEX_FILE).is_file())
 
     @property
     def tokenizer_folder(self) -> Path | None:

@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mics.cost.clusters import Cluster, assumed_cluster, find_cluster
+from mics.cost.clusters import Cluster, assumed_between_nodes, assumed_cluster, find_cluster
 from mics.cost.memory import ADAM_NBYTES, DRIVER_NBYTES, MASTER_NBYTES, USABLE, Keeping
 from mics.cost.modules import shape_of_description
 from mics.cost.setting import Setting, fitting_partition, partition_sizes
@@ -47,6 +47,8 @@ class DryRun:
     setting: Setting
     dealing: Dealing
     param_nbytes: int
+    assumed: str = ""
+    """What of the cluster is assumed, though its file was measured; empty: nothing."""
 
     @property
     def limit(self) -> float:
@@ -71,7 +73,8 @@ def plan_run(config: TrainConfig) -> DryRun:
     """Everything that follows from the settings."""
     num_gpus = torch.cuda.device_count()
     launch = _ranks(config, num_gpus)
-    cluster = _cluster(config, launch)
+    named = _named_cluster(config)
+    cluster = _cluster(named, launch)
     dealing = Dealing.asked(config, num_ranks=launch.num_ranks, before=None)
     model = shape_of_description(config.model.build())
     usual = 2 if cluster.gpu or launch.device == "cuda" else 4
@@ -93,7 +96,13 @@ def plan_run(config: TrainConfig) -> DryRun:
     )
     width = _WIDTHS.get(config.sharding.param_dtype, usual)
     return DryRun(
-        config=config, launch=launch, cluster=cluster, setting=setting, dealing=dealing, param_nbytes=width
+        config=config,
+        launch=launch,
+        cluster=cluster,
+        setting=setting,
+        dealing=dealing,
+        param_nbytes=width,
+        assumed=assumed_between_nodes(named, num_nodes=launch.num_nodes) if named else "",
     )
 
 
@@ -114,11 +123,15 @@ def _ranks(config: TrainConfig, num_gpus: int) -> LaunchPlan:
     return plan_launch(config.launch, num_gpus=num_gpus)
 
 
-def _cluster(config: TrainConfig, launch: LaunchPlan) -> Cluster:
-    """What the engine would reckon with there."""
+def _named_cluster(config: TrainConfig) -> str | None:
+    """As the engine would look for it."""
     beside = cluster_beside(config)
     found = str(beside) if beside.is_file() else config.sharding.cluster
-    named = os.environ.get("MICS_CLUSTER", found)
+    return os.environ.get("MICS_CLUSTER", found)
+
+
+def _cluster(named: str | None, launch: LaunchPlan) -> Cluster:
+    """What the engine would reckon with there."""
     if named:
         return replace(find_cluster(named), num_nodes=launch.num_nodes, ranks_per_node=launch.ranks_per_node)
     device = torch.cuda.get_device_name() if launch.device == "cuda" else None
@@ -155,6 +168,8 @@ def _heading(found: DryRun) -> Iterator[str]:
         f"({found.cluster.name}); partition size {setting.partition_size} ({asked}), "
         f"{plural(setting.num_replicas, 'replica')}; collectives in {stages}, prefetch {setting.depth}"
     )
+    if found.assumed:
+        yield f"cluster {found.cluster.name}: {found.assumed}"
     each = plural(found.dealing.batch_size, "sequence")
     times = plural(found.dealing.micro_steps, "gradient accumulation step")
     in_all = count(config.steps * setting.tokens_per_step)

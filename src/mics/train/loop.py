@@ -233,7 +233,7 @@ def _finish(run: _Run, console: Console, history: History) -> None:
     """What is left to do after the last step."""
     if _show(run.config, run.me) == "lines":
         console.print("writing results")
-    run.checkpoints.finish_training()
+    run.checkpoints.finish_or_warn()
     folder, weights = _save_weights(run)  # first: a sample that fails must not cost the weights
     sample = _sample(run)
     if run.me.rank == 0:

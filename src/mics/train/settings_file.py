@@ -22,7 +22,9 @@ def parse_train_config(args: Sequence[str], *, prog: str = "mics train") -> Trai
     """The settings of one run. Prints help or a usage error and exits as command lines do."""
     file = _config_flag(args)
     defaults = TrainConfig() if file is None else load_settings(TrainConfig, file)
-    return parse(TrainConfig, args, prog=prog, default=defaults)
+    config = parse(TrainConfig, args, prog=prog, default=defaults)
+    config.data.check_prepared()
+    return config
 
 
 def load_settings(cls: type[Settings], file: Path) -> Settings:

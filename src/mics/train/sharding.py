@@ -77,6 +77,12 @@ def describe_choices(model: nn.Module, settings: ShardingSettings) -> Iterator[s
         f"optimizer state sharded over {where} ({how}); activations {kept[settings.activations]} (asked for)"
     )
     yield f"{plural(len(engine.units), 'unit')} ({settings.units}); prefetch {describe_prefetch(model)}"
+    if engine.device.type == "cpu" and settings.param_dtype in ("bf16", "fp16"):
+        # mics plan --write names the dtype of the GPU that it planned for.
+        yield (
+            f"sharding.param_dtype {settings.param_dtype}: meant for GPUs, and slow on most processors; "
+            "--sharding.param-dtype auto is fp32 here"
+        )
 
 
 class PrefetchNews:

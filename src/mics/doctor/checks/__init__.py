@@ -19,7 +19,7 @@ from mics.doctor.checks.machines import (
     versions,
 )
 from mics.doctor.checks.networks import adapters, bandwidth, collectives, doors, interfaces, pairs
-from mics.doctor.checks.storage import folder, folder_space, folder_speed
+from mics.doctor.checks.storage import data, folder, folder_space, folder_speed
 from mics.doctor.checks.who import answers
 from mics.doctor.findings import Finding
 from mics.doctor.survey import Survey
@@ -50,6 +50,7 @@ CHECKS: Final[tuple[Callable[[Survey], list[Finding]], ...]] = (
     folder,
     folder_speed,
     folder_space,
+    data,
 )
 
 

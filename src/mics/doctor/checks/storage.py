@@ -1,4 +1,4 @@
-"""The folder of checkpoints."""
+"""The folder of checkpoints, and the data to train on."""
 
 from __future__ import annotations
 
@@ -96,3 +96,19 @@ def folder_space(survey: Survey) -> list[Finding]:
             way_out="free space, take another output_dir, or lower checkpoint.keep",
         )
     ]
+
+
+def data(survey: Survey) -> list[Finding]:
+    """Shards are there, on every node. Those that nobody has may still be prepared."""
+    missing = {node: facts.missing_shards for node, facts in survey.leaders.items() if facts.missing_shards}
+    if not missing:
+        return []
+    folders = list(dict.fromkeys(each for found in missing.values() for each in found))
+    what = (
+        f"data.shards: expected folders that mics data prepare has made, found none at {', '.join(folders)}"
+    )
+    if len(missing) < len(survey.nodes):
+        way_out = "copy them there, or mount one file system on all hosts"
+        return [fail("data", what, where=survey.on_nodes(missing), way_out=way_out)]
+    way_out = f"before training: mics data prepare FILES --tokenizer TOKENIZER --out {folders[0]}"
+    return [warn("data", what, way_out=way_out)]
