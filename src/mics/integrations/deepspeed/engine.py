@@ -186,14 +186,12 @@ class DeepSpeedEngine(_Configured):
         self.optimizer.zero_grad()
 
     def _announce(self) -> None:
-        is_last = self.is_gradient_accumulation_boundary()
         for engine in engines_of(self.module):
-            engine.progress.more_to_come = not is_last
-            engine.progress.announced = is_last
+            engine.progress.announce(last=self.is_gradient_accumulation_boundary())
 
     def _update(self) -> None:
         for engine in engines_of(self.module):
-            engine.progress.more_to_come = engine.progress.announced = False
+            engine.progress.announce(last=None)
         if self._loss_scale is not None:
             self._scaler.unscale_(self.optimizer)
         self._norm = self._clip()
