@@ -25,6 +25,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import logging
 import multiprocessing as mp
 import os
 import pickle
@@ -217,6 +218,11 @@ def _answer(seat: _Seat, place: Place | None, payload: bytes) -> Answer:
     finally:
         os.environ.clear()  # what a task sets is gone with it
         os.environ.update(variables)
+        logging.disable(logging.NOTSET)
+        torch.set_num_threads(1)
+        torch.backends.mkldnn.enabled = (
+            True  # torch turns it off where it traces, and leaves it so now and then
+        )
         gc.collect()  # a model holds its process groups through reference cycles of hooks
         seat.keep_imported()
 

@@ -65,7 +65,7 @@ class Injector:
 def inject() -> None:
     """Patch the functions that mark the moments."""
     from mics.checkpoint import blocks, folders
-    from mics.comm.group import GroupCollectives
+    from mics.comm.calls import GroupCalls
     from mics.data.prefetching import Prefetcher
     from mics.models.gpt import Block
 
@@ -106,7 +106,7 @@ def inject() -> None:
 
     _around(Prefetcher, "get", note_step)
     _around(Block, "forward", in_block)
-    _around(GroupCollectives, "_call", in_collective)
+    _around(GroupCalls, "call", in_collective)
     _around(blocks.BlockWriter, "write", in_write)
     _around(folders, "point_latest", moving_latest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ def fresh_accelerate() -> None:
     """Forget the run before: accelerate keeps its state for the life of a process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
 
 
