@@ -23,7 +23,7 @@ ClusterName=mics
 SlurmctldHost=host0({controller})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=30
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -31,7 +31,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdParameters=config_overrides
-SlurmdTimeout=5
+SlurmdTimeout=20
 MessageTimeout=60
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -43,6 +43,7 @@ CLUSTER = Cluster(
     memory_nbytes=1.26e10,
     memory_bandwidth=7.7e9,
     host_nbytes=2.52e10,
+    link_slowdown=1.4,
     computing=COMPUTING,
 )
 MACHINE = Machine(
@@ -63,7 +64,7 @@ def _calibration() -> Calibration:
         for nbytes in (65536, 262144, 1 << 20)
     ]
     exact = [replace(point, seconds=point.predicted(CLUSTER)) for point in points]
-    return Calibration(cluster=CLUSTER, machine=MACHINE, points=tuple(exact), together={}, seconds=9.0)
+    return Calibration(cluster=CLUSTER, machine=MACHINE, points=tuple(exact), seconds=9.0)
 
 
 def _run(args: list[str], port: int) -> int:
@@ -160,6 +161,7 @@ def test_a_file_with_a_bad_measurement_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     for wrong, message in (
         (text.replace("slowdown: 1.800", "slowdown: 0.5"), "slowdown >= 1"),
+        (text.replace("link_slowdown: 1.400", "link_slowdown: 0.5"), "link_slowdown: expected a number"),
         (text.replace("param_nbytes: 4", "param_nbytes: 3"), "expected 2 or 4"),
         (text.replace("  head_flops", "  heads"), "expected computing to have"),
         (text.replace("  block_flops: 4.0", "  block_flops: x4.0"), "expected a number for computing"),

@@ -113,7 +113,7 @@ def test_sizes_grow_to_the_limit() -> None:
 )
 def test_what_beside_costs(both: float, slowdown: float) -> None:
     """Perfect overlap costs nothing; one after the other is as if computation took twice as long."""
-    assert Together(compute=3.0, communicate=2.0, both=both).slowdown == slowdown
+    assert Together(first=3.0, second=2.0, both=both).slowdown == slowdown
 
 
 def test_all_reduces_of_many_nodes_are_trees_where_small() -> None:

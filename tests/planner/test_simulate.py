@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mics.cost.collectives import Cost
 from mics.planner.simulate import Program, play
 
@@ -54,6 +56,22 @@ def test_a_stream_waits_for_its_own_first_task() -> None:
     behind = program.transfer("gather", "behind", _inter(1.0))
     play(program)
     assert (blocked.start, behind.start) == (5.0, 6.0)
+
+
+def test_links_that_share_something_slow_each_other_while_both_are_busy() -> None:
+    """At 2 they take as long as one after the other, whichever is longer; at 1.5 half of that is hidden."""
+    for slowdown, end in ((2.0, 7.0), (1.5, 6.0)):
+        program = Program()
+        program.transfer("gather", "outside", _inter(5.0))
+        inside = program.transfer("reduce", "inside", Cost(intra_seconds=2.0))
+        assert play(program, link_slowdown=slowdown) == pytest.approx(end, rel=2e-3)
+        assert inside.end == pytest.approx(2.0 * slowdown, rel=2e-3)
+
+
+def test_stages_of_one_collective_slow_each_other_too() -> None:
+    program = Program()
+    program.transfer("gather", "two stages", Cost(intra_seconds=2.0, inter_seconds=5.0))
+    assert play(program, link_slowdown=2.0) == pytest.approx(7.0, rel=2e-3)
 
 
 def test_computation_beside_a_slow_link_takes_longer() -> None:

@@ -1,9 +1,12 @@
-"""What communication beside computation costs: on processors they share cores, on GPUs multiprocessors."""
+"""What things cost beside each other: computation beside a link, and one link beside the other.
+
+Ranks on processors share cores, and on GPUs multiprocessors; links may share a bus or the host's memory.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,34 +15,35 @@ import torch
 from mics.calibrate.clock import Stopwatch
 from mics.calibrate.collectives import Groups, sizes
 from mics.calibrate.computing import ModelWork
-from mics.calibrate.fit import Division
+from mics.calibrate.fit import LINK_NAMES, Division
 from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, cost
 
 _LEAST_SECONDS: Final = 0.1  # of each, so that they really meet
+_LINK_SECONDS: Final = 0.02  # of one collective beside those of the other link: large, as in a step
 _NUM_REPEATS: Final = 3
 _MOST_SLOWDOWN: Final = 3.0  # more is another program that came in between
 
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """Seconds of computation, of communication, and of both at once."""
+    """Seconds of one thing alone, of another alone, and of both at once."""
 
-    compute: float
-    communicate: float
+    first: float
+    second: float
     both: float
 
     @property
     def slowdown(self) -> float:
-        """How many times as long computation takes while the link is busy.
+        """How many times as long one takes while the other is busy.
 
         Perfect overlap takes as long as the longer of the two: that is 1. One after the other is 2.
         """
-        longer, shorter = sorted((self.compute, self.communicate), reverse=True)
+        longer, shorter = sorted((self.first, self.second), reverse=True)
         return min(_MOST_SLOWDOWN, 1.0 + max(0.0, self.both - longer) / shorter)
 
 
-def measure_together(
+def measure_beside_link(
     watch: Stopwatch,
     work: ModelWork,
     groups: Groups,
@@ -52,23 +56,65 @@ def measure_together(
     """A block's forward and backward beside all-gathers that take about as long."""
     block = work.block()
     alone = watch.time(block, repeats=1).seconds
+    gather = _gather(groups, cluster, division, alone, max_nbytes=max_nbytes, device=work.device)
+    return _measure(watch, block, gather, work.device, max_seconds=max_seconds)
+
+
+def measure_links_together(
+    watch: Stopwatch,
+    groups: Groups,
+    cluster: Cluster,
+    device: torch.device,
+    *,
+    max_nbytes: Mapping[Division, int],
+    max_seconds: float,
+) -> Together:
+    """All-gathers inside nodes beside all-gathers between them."""
+    gathers = [
+        _gather(groups, cluster, name, _LINK_SECONDS, max_nbytes=max_nbytes[name], device=device)
+        for name in LINK_NAMES
+    ]
+    return _measure(watch, gathers[0], gathers[1], device, max_seconds=max_seconds)
+
+
+def _gather(
+    groups: Groups,
+    cluster: Cluster,
+    division: Division,
+    seconds: float,
+    *,
+    max_nbytes: int,
+    device: torch.device,
+) -> Callable[[], None]:
+    """An all-gather that takes about ``seconds``, by the links of ``cluster``."""
     span = groups.span(division)
     nbytes = min(
         sizes(max_nbytes),
-        key=lambda size: abs(cost(cluster, Kind.ALL_GATHER, span, size).seconds - alone),
+        key=lambda size: abs(cost(cluster, Kind.ALL_GATHER, span, size).seconds - seconds),
     )
-    buffer = torch.zeros(nbytes // 4 // span.size * span.size, dtype=torch.float32, device=work.device)
-    gather = groups.action(division, Kind.ALL_GATHER, buffer)
-    once = watch.time(gather, repeats=1).seconds
-    wanted = max(alone, once, _LEAST_SECONDS)
-    compute = _times(block, round(wanted / alone))
-    communicate = _times(gather, round(wanted / once))
-    both = _beside(compute, communicate, work.device)
+    buffer = torch.zeros(nbytes // 4 // span.size * span.size, dtype=torch.float32, device=device)
+    return groups.action(division, Kind.ALL_GATHER, buffer)
+
+
+def _measure(
+    watch: Stopwatch,
+    first: Callable[[], object],
+    second: Callable[[], object],
+    device: torch.device,
+    *,
+    max_seconds: float,
+) -> Together:
+    """Each as often as it takes for both to last as long."""
+    once = [watch.time(each, repeats=1).seconds for each in (first, second)]
+    wanted = max(*once, _LEAST_SECONDS)
+    one, other = (
+        _times(each, round(wanted / took)) for each, took in zip((first, second), once, strict=True)
+    )
     found = [
         watch.time(each, repeats=_NUM_REPEATS, max_seconds=max_seconds / 3).seconds
-        for each in (compute, communicate, both)
+        for each in (one, other, _beside(one, other, device))
     ]
-    return Together(compute=found[0], communicate=found[1], both=found[2])
+    return Together(first=found[0], second=found[1], both=found[2])
 
 
 def _times(action: Callable[[], object], count: int) -> Callable[[], None]:
@@ -80,7 +126,7 @@ def _times(action: Callable[[], object], count: int) -> Callable[[], None]:
 
 
 def _beside(
-    compute: Callable[[], object], communicate: Callable[[], object], device: torch.device
+    first: Callable[[], object], second: Callable[[], object], device: torch.device
 ) -> Callable[[], None]:
     """Both at once, as the engine's lanes do it: another stream on a GPU, else another thread."""
     if device.type == "cuda":
@@ -89,8 +135,8 @@ def _beside(
         def on_streams() -> None:
             lane.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(lane):
-                communicate()
-            compute()
+                second()
+            first()
             torch.cuda.current_stream(device).wait_stream(lane)
 
         return on_streams
@@ -100,13 +146,13 @@ def _beside(
 
         def run() -> None:
             try:
-                communicate()
+                second()
             except BaseException as error:
                 failed.append(error)
 
         lane = threading.Thread(target=run, name="mics-calibrate")
         lane.start()
-        compute()
+        first()
         lane.join()
         if failed:
             raise failed[0]

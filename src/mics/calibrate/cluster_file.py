@@ -59,6 +59,7 @@ def as_yaml(found: Calibration, *, model: str, backend: str) -> str:
         f"ranks_per_node: {cluster.ranks_per_node}",
         *_link_lines("intra", cluster.intra, found),
         *_link_lines("inter", cluster.inter, found),
+        f"link_slowdown: {cluster.link_slowdown:.3f}  # of a transfer while the other link is busy",
         f"flops: {machine.matrix_flops:.4e}  # of a rank, in the model's own matrices; attention forward "
         f"{machine.attention_flops:.2e}, wide matrices {machine.wide_flops:.2e}",
         f"peak_flops: {cluster.peak_flops:.4e}  # of the data sheet where it is known, else wide matrices",
@@ -110,4 +111,7 @@ def described(found: Calibration) -> str:
         return slower + (doubt if worst > _DOUBTFUL else "")
 
     cluster = found.cluster
-    return f"inside a node  {of('intra', cluster.intra)}\nbetween nodes  {of('inter', cluster.inter)}"
+    lines = [f"inside a node  {of('intra', cluster.intra)}", f"between nodes  {of('inter', cluster.inter)}"]
+    if any(point.division == "world" for point in found.points):
+        lines.append(f"both at once   each {percent(cluster.link_slowdown - 1)} slower")
+    return "\n".join(lines)

@@ -10,11 +10,11 @@ from typing import Final
 
 import torch
 
-from mics.calibrate.beside import Together, measure_together
+from mics.calibrate.beside import measure_beside_link, measure_links_together
 from mics.calibrate.clock import Stopwatch
 from mics.calibrate.collectives import Groups, measure_series
 from mics.calibrate.computing import NUM_STAGES, Machine, ModelWork, device_name, measure_machine
-from mics.calibrate.fit import LINK_NAMES, CollectiveTime, LinkName, fit_links, with_link
+from mics.calibrate.fit import LINK_NAMES, CollectiveTime, fit_links, with_link
 from mics.comm import World
 from mics.cost.clusters import Cluster, assumed_cluster
 from mics.cost.gpus import GPUS
@@ -23,7 +23,7 @@ from mics.train.hardware import peak_tflops
 
 _COMPUTE_SHARE: Final = 0.3  # of the time
 _COLLECTIVES_SHARE: Final = 0.5
-_BESIDE_SHARE: Final = 0.1  # for each link
+_BESIDE_SHARE: Final = 0.06  # for each link beside computation, and for links beside each other
 _MEMORY_SHARE: Final = 0.2  # of a device's free memory, for the largest buffer: there are up to four of them
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
@@ -35,7 +35,6 @@ class Calibration:
     cluster: Cluster
     machine: Machine
     points: tuple[CollectiveTime, ...]
-    together: dict[LinkName, Together]
     seconds: float
 
 
@@ -56,7 +55,7 @@ def node_indices(names: Sequence[str]) -> list[int]:
 
 def num_stages(groups: Groups) -> int:
     """Of one calibration."""
-    return NUM_STAGES + len(list(groups.series())) + sum(each != "world" for each in groups.collectives)
+    return NUM_STAGES + len(list(groups.series())) + len(groups.collectives)
 
 
 def calibrate_world(
@@ -82,27 +81,29 @@ def calibrate_world(
         advance=advance,
     )
     cluster = fit_links(_unmeasured(work.device, groups), points)
-    together: dict[LinkName, Together] = {}
+    largest = {
+        name: max(point.nbytes for point in points if point.division == name) for name in groups.collectives
+    }
+    share = _BESIDE_SHARE * max_seconds
     for name in LINK_NAMES:
         if name in groups.collectives:
-            together[name] = measure_together(
-                watch,
-                work,
-                groups,
-                cluster,
-                name,
-                max_nbytes=max(point.nbytes for point in points if point.division == name),
-                max_seconds=_BESIDE_SHARE * max_seconds,
+            beside = measure_beside_link(
+                watch, work, groups, cluster, name, max_nbytes=largest[name], max_seconds=share
             )
-            slow = replace(getattr(cluster, name), slowdown=together[name].slowdown)
+            slow = replace(getattr(cluster, name), slowdown=beside.slowdown)
             cluster = with_link(cluster, name, slow)
             advance()
+    if len(groups.collectives) > 1:
+        found = measure_links_together(
+            watch, groups, cluster, work.device, max_nbytes=largest, max_seconds=share
+        )
+        cluster = replace(cluster, link_slowdown=found.slowdown)
+        advance()
     host = min(watch.tell(host_nbytes()))
     return Calibration(
         cluster=_with_machine(cluster, machine, memory_nbytes=memory, host_nbytes=host),
         machine=machine,
         points=tuple(points),
-        together=together,
         seconds=max_seconds - watch.left,
     )
 

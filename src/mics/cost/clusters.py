@@ -17,7 +17,8 @@ listed in planner/hardware.py. ``mics calibrate`` measures a cluster and writes 
     host_bandwidth: 55e9                                           # and of copies to it, each way;
     gpu: h100                                                      # a name of cost/gpus.py: formats it has
 
-A measured file also has ``slowdown`` in its links, and ``computing``: see ``Link`` and ``Computing``.
+A measured file also has ``slowdown`` in its links, ``link_slowdown`` and ``computing``: see ``Link``,
+``Cluster`` and ``Computing``.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Cluster:
     host_nbytes: float = 0.0  # of a node's own memory; 0: not known
     host_bandwidth: float = 0.0  # bytes a second between a rank's device and it, each way; 0: not known
     gpu: str = ""  # a name of cost/gpus.py, which knows what else it does; empty: not known
+    link_slowdown: float = 1.0  # of a transfer while the other link is busy: 1 is none, 2 as if it waited
     computing: Computing | None = None  # None: nobody measured it
 
     def __post_init__(self) -> None:
@@ -117,6 +119,8 @@ class Cluster:
             value = getattr(self, field)
             if not value >= 0:
                 raise SettingsError(f"{field}: expected a number from 0, found {value!r}")
+        if not self.link_slowdown >= 1:
+            raise SettingsError(f"link_slowdown: expected a number from 1, found {self.link_slowdown!r}")
         if self.gpu and self.gpu not in GPUS:
             raise SettingsError(f"gpu: expected one of {', '.join(GPUS)}, found {self.gpu!r}; leave it out")
 
@@ -273,7 +277,7 @@ def _read(path: Path) -> Cluster:
     for link in ("intra", "inter"):
         values = _checked(path, link, described[link], Link, required={"bandwidth", "latency"})
         described[link] = Link(**{key: _number(path, f"{link}.{key}", values[key]) for key in values})
-    for key in MACHINE_FIELDS:
+    for key in (*MACHINE_FIELDS, "link_slowdown"):
         if key in described:
             described[key] = _number(path, key, described[key])
     if described.get("computing") is not None:

@@ -11,11 +11,14 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Final
 
 from mics.cost.collectives import Cost
 from mics.utils.intervals import Busy
 
 LINKS = ("intra", "inter", "to host", "from host")
+_MOST_ROUNDS: Final = 12
+_SETTLED: Final = 1e-3  # of the whole time
 
 
 @dataclass(eq=False, slots=True)
@@ -70,29 +73,60 @@ class Program:
         return task
 
 
-def play(program: Program, slowdowns: Mapping[str, float] | None = None) -> float:
+def play(
+    program: Program, slowdowns: Mapping[str, float] | None = None, *, link_slowdown: float = 1.0
+) -> float:
     """Give every task its times; the moment at which the last one ends.
 
-    ``slowdowns``: how many times as long computation takes while a link is busy. What is beside what is known
-    once all is played, so tasks are then made longer and played again.
+    ``slowdowns``: how many times as long computation takes while a link is busy. ``link_slowdown``: the same
+    of a transfer while the other link is. What is beside what is known once all is played, so tasks are then
+    made longer and played again.
     """
     end = _play(program)
+    if link_slowdown > 1:
+        end = _play_with_slow_links(program, link_slowdown)
     slow = {link: slowdown - 1 for link, slowdown in (slowdowns or {}).items() if slowdown > 1}
     if not slow:
         return end
-    busy = {
-        link: Busy(
-            (task.start, task.start + seconds)
-            for task in program.tasks
-            for name, seconds in task.links
-            if name == link
-        )
-        for link in slow
-    }
+    busy = {link: _busy(program, link) for link in slow}
     for task in program.tasks:
         if task.stream == "compute":
             task.seconds += sum(slow[link] * busy[link].within(task.start, task.end) for link in slow)
     return _play(program)
+
+
+def _busy(program: Program, link: str) -> Busy:
+    return Busy(
+        (task.start, task.start + seconds)
+        for task in program.tasks
+        for name, seconds in task.links
+        if name == link
+    )
+
+
+def _play_with_slow_links(program: Program, slowdown: float) -> float:
+    """Two links that are busy at once are both slower, for as long as they are.
+
+    A transfer that is longer meets more of the other link's: that is played until it changes nothing.
+    """
+    transfers = [(task, task.links) for task in program.tasks if task.links]
+    others = {"intra": "inter", "inter": "intra"}
+    lost = 1 - 1 / slowdown  # of the time in which both are busy
+    ends = [max(task.end for task in program.tasks)]
+    for _ in range(_MOST_ROUNDS):
+        busy = {other: _busy(program, other) for other in others}
+        for task, alone in transfers:
+            task.links = tuple(
+                (link, seconds + lost * busy[others[link]].within(task.start, task.start + now))
+                if link in others
+                else (link, seconds)
+                for (link, seconds), (_, now) in zip(alone, task.links, strict=True)
+            )
+            task.seconds = max(seconds for _, seconds in task.links)
+        ends.append(_play(program))
+        if abs(ends[-1] - ends[-2]) <= _SETTLED * ends[-1]:
+            break
+    return ends[-1]
 
 
 def _play(program: Program) -> float:

@@ -231,7 +231,11 @@ def predict(setting: Setting, system: str = "mics") -> Prediction:
     for number in range(2 * num_micro + 1):  # two steps, and where a third begins
         issuer.micro_step(last=number % num_micro == num_micro - 1)
     cluster = setting.cluster
-    play(program, {"intra": cluster.intra.slowdown, "inter": cluster.inter.slowdown})
+    play(
+        program,
+        {"intra": cluster.intra.slowdown, "inter": cluster.inter.slowdown},
+        link_slowdown=cluster.link_slowdown,
+    )
     name = f"forward {setting.model.units[0].name}"
     starts = [task.start for task in program.tasks if task.name == name]
     began, ended = starts[num_micro], starts[2 * num_micro]
