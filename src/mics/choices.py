@@ -79,7 +79,8 @@ def choose_optimizer_sharding(settings: Settings, topology: Topology) -> Literal
     if settings.optimizer_sharding != "auto":
         return settings.optimizer_sharding
     trained = [site for site in settings.sites if _trained_numel(site)]
-    if settings.low_memory or not trained or not _whole_masters_fit(settings, topology.partition_size):
+    is_short = settings.low_memory or settings.optimizer_state == "host"
+    if is_short or not trained or not _whole_masters_fit(settings, topology.partition_size):
         return "world"
     dtypes = [
         settings.precision.dtype_of_master(ref.param.dtype)
@@ -146,7 +147,8 @@ class Choices:
         self._recomputes = any(settings.recomputed.values())
         self._memory = partial(_device_memory, settings)
         # The optimizer makes its state after the first boundary.
-        self._state_nbytes = ADAM_NBYTES * sum(unit.master.numel() for unit in units if unit.spec.trainable)
+        stays = [unit for unit in units if unit.spec.trainable and not unit.spec.state_on_host]
+        self._state_nbytes = ADAM_NBYTES * sum(unit.master.numel() for unit in stays)
         self._shares: dict[int, float] = {}  # by rows
         self._cluster = settings.cluster
         self._span = _span(topology)
@@ -312,7 +314,9 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
                 reduce_dtype=reduce_dtype,
                 grad_dtype=grad_dtype,
                 replica_dtype=precision.dtype_of_hop_2(grad_dtype),
+                state_on_host=trainable and settings.optimizer_state == "host",
                 casts_masters=settings.low_memory
+                and settings.optimizer_state == "device"
                 and trainable
                 and master_dtype is not param_dtype
                 and has_whole_masters

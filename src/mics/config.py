@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OptimizerSharding = Literal["auto", "world", "partition"]
+OptimizerState = Literal["device", "host"]
 _AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
 
@@ -40,6 +41,8 @@ class Settings:
     partition_groups: tuple[tuple[int, ...], ...]
     hierarchical: Literal["auto"] | bool
     optimizer_sharding: OptimizerSharding
+    optimizer_state: OptimizerState = "device"
+    """Where masters and optimizer state are between steps."""
     precision: Precision
     prefetch: Prefetch | None
     """How far ahead units are gathered; None: as far as the cost model says."""
@@ -77,6 +80,7 @@ def check_settings(
     mesh: DeviceMesh | None,
     hierarchical: Literal["auto"] | bool,
     optimizer_sharding: OptimizerSharding,
+    optimizer_state: OptimizerState,
     precision: Precision,
     prefetch: Literal["auto"] | int | Prefetch,
     activations: Activations | None,
@@ -92,6 +96,8 @@ def check_settings(
         raise SettingsError(
             f'optimizer_sharding: expected "auto", "world" or "partition", found {optimizer_sharding!r}'
         )
+    if optimizer_state not in ("device", "host"):
+        raise SettingsError(f'optimizer_state: expected "device" or "host", found {optimizer_state!r}')
     if not isinstance(precision, Precision):
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
     if activations is not None and not isinstance(activations, Activations):
@@ -107,6 +113,7 @@ def check_settings(
         partition_groups=_partition_groups(world, partition_size, mesh),
         hierarchical=hierarchical,
         optimizer_sharding=optimizer_sharding,
+        optimizer_state=optimizer_state,
         precision=precision,
         prefetch=_prefetch(prefetch),
         cluster=cluster_for(device, nodes, world),
@@ -269,6 +276,7 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         "partition groups": settings.partition_groups,
         "hierarchical": settings.hierarchical,
         "optimizer_sharding": settings.optimizer_sharding,
+        "optimizer_state": settings.optimizer_state,
         "precision": str(settings.precision),
         "prefetch": str(settings.prefetch or "auto"),
         "low_memory": settings.low_memory,

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mics.activations.host_memory import HostPool
+from mics.sharding.host_memory import HostPool
 from mics.checkpoint.records import TensorPart
 from mics.checkpoint.remote import RemotePath
 from mics.checkpoint.storage import Place
