@@ -101,7 +101,10 @@ def shard(
         size = partition_size
         if size is None:
             asks = mesh is None and isinstance(model, nn.Module)
-            size = choose_partition_size(model, world, nodes) if asks else whole_node(nodes)
+            on_host = optimizer_state == "host"
+            size = whole_node(nodes)
+            if asks:
+                size = choose_partition_size(model, world, nodes, state_on_host=on_host)
         settings = check_settings(
             model,
             world,

@@ -51,7 +51,9 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
     return topology
 
 
-def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) -> int:
+def choose_partition_size(
+    model: nn.Module, world: World, nodes: Sequence[str], *, state_on_host: bool = False
+) -> int:
     """The smallest group whose share of the model leaves half of a GPU's memory to activations.
 
     Without a GPU, one node: nobody says how much of a host's memory is whose.
@@ -67,7 +69,8 @@ def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) 
         return node
     total = torch.cuda.get_device_properties(device).total_memory
     limit = imagined_memory(world) or total
-    found = fitting_partition(shape, cluster, memory_nbytes=min(total, limit))
+    memory = min(total, limit)
+    found = fitting_partition(shape, cluster, memory_nbytes=memory, state_on_host=state_on_host)
     return world.size if found is None else found
 
 

@@ -163,7 +163,7 @@ def engines_of(model: nn.Module) -> list[Engine]:
 
 
 def settle_host(model: nn.Module) -> None:
-    """Have all masters and optimizer state that belong to host memory arrive there: the host reads it next."""
+    """Have masters and optimizer state that belong to host memory arrive there: the host reads next."""
     for engine in engines_of(model):
         engine.step.owner.settle_host()
 

@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mics.comm.lanes import DONE, Lanes, Ticket, Work
+from mics.cost.memory import NUM_STAGED
 from mics.errors import SettingsError
 from mics.guard import HostTensor, ShardOwner, plainly
 from mics.layout.flat import round_up
 from mics.sharding.host_memory import HostPool
 from mics.sharding.unit import Unit
 
-NUM_STAGED: Final = 2  # units on the device at once
 _ALIGNMENT_NBYTES: Final = 256
 _FROM_HOST: Final = Work("from host", "copy", "optimizer state")
 _TO_HOST: Final = Work("to host", "copy", "optimizer state")
@@ -304,6 +304,12 @@ class Stream:
         finally:
             for group, params in groups:
                 group["params"] = params
+
+
+def staged_nbytes(unit: Unit) -> int:
+    """Of one unit on the device, predicted for AdamW."""
+    flat = round_up(unit.master.nbytes, _ALIGNMENT_NBYTES)
+    return flat * (3 if unit.spec.masters_on_host else 2)
 
 
 def _parts(unit: Unit, state: _UnitState) -> list[tuple[str, Tensor]]:

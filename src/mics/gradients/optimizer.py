@@ -341,8 +341,8 @@ def _check_divisible(optimizer: Optimizer) -> None:
     if not any(unwrap(kind.step) is unwrap(base.step) for base in _TORCH):
         raise SettingsError(
             f'{kind.__name__}: expected one of torch\'s own optimizers with optimizer_state="host" '
-            f"({', '.join(sorted(c.__name__ for c in _TORCH))}), found another, which may not be stepped unit by "
-            'unit; shard the model with optimizer_state="device"'
+            f"({', '.join(sorted(c.__name__ for c in _TORCH))}), found another, which may not be stepped "
+            'unit by unit; shard the model with optimizer_state="device"'
         )
 
 

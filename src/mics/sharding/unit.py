@@ -100,7 +100,7 @@ class Unit:
             self._own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
             self.master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
         self.layouts = share.layouts_of(spec)  # which elements each of ``shards`` holds
-        # What parameters are while their values are in host memory: one number on the device, for all elements.
+        # What parameters are while their values are in host memory: one number, for all elements.
         self._nowhere = self.master
         if spec.masters_on_host:
             self._nowhere = torch.full((), math.nan, dtype=spec.master_dtype, device=self.device)
