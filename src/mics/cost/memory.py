@@ -54,7 +54,13 @@ class Division:
     def casts_masters(self) -> bool:
         """Gathers cast the masters: there is no second copy of the parameters."""
         whole = self.num_replicas == 1 or not self.over_replicas
-        return self.low_memory and not self.state_on_host and whole and self.partition_size > 1 and self.param_nbytes < _WIDE
+        return (
+            self.low_memory
+            and not self.state_on_host
+            and whole
+            and self.partition_size > 1
+            and self.param_nbytes < _WIDE
+        )
 
     @property
     def num_owners(self) -> int:

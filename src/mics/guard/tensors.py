@@ -327,7 +327,7 @@ def norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     the parameters: ``mics.norms(model.parameters()).square().sum()`` is an L2 penalty,
     ``mics.norms(model.parameters(), 1).sum()`` an L1 penalty. All ranks must call it.
     """
-    found = list(tensors)
+    found = [each.current() if isinstance(each, ShardTensor) else each for each in tensors]
     pieces = list(pieces_in(found))
     if not found:
         raise SettingsError("mics.norms: expected tensors, found none")
