@@ -126,7 +126,7 @@ def shard(
         error = caught
     if error is None and mesh is not None and partition_size is not None:
         error = SettingsError("mics.shard: expected partition_size or mesh, found both; give one of them")
-    accounts = world.gather_objects(describe(world, settings, error))
+    accounts = world.gather_objects(describe(world, model, settings, error))
     if error is not None:
         raise error
     assert settings is not None

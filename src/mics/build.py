@@ -121,7 +121,7 @@ def _wire(
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
     step = Step(
         units,
-        hops=hops,
+        hops,
         shown=shown,
         agreement=agreement,
         events=events,

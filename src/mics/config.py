@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from mics.activations.policy import Activations
 from mics.comm import World
@@ -63,7 +62,6 @@ class Settings:
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
     sites: list[Site]
-    buffers: list[tuple[str, Tensor]]
 
     @property
     def overlaps(self) -> bool:
@@ -126,7 +124,6 @@ def check_settings(
         if isinstance(low_memory, bool)
         else activations is not None and activations.offload,
         audit_interval=_audit_interval(audit_interval),
-        buffers=list(model.named_buffers()),
         sites=assign_sites(model, chosen),
     )
 
@@ -260,7 +257,9 @@ def device_of(model: nn.Module, world: World) -> torch.device:
     return device
 
 
-def describe(world: World, settings: Settings | None, error: Exception | None) -> dict[str, Any]:
+def describe(
+    world: World, model: nn.Module, settings: Settings | None, error: Exception | None
+) -> dict[str, Any]:
     """What this rank is about to do, for comparison with the others."""
     account: dict[str, Any] = {"rank": world.rank, "error": None, "gpu": None, "memory": 0.0}
     if settings is None or error is not None:
@@ -271,7 +270,7 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         for site in settings.sites
         for ref in site.params
     ]
-    described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in settings.buffers]
+    described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     return account | {
         "partition groups": settings.partition_groups,
         "hierarchical": settings.hierarchical,

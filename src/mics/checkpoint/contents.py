@@ -42,7 +42,7 @@ class HeldParam:
     @property
     def values(self) -> Tensor:
         """What has the values of ``shard``."""
-        return self.unit.values[self.index]
+        return self.unit.masters.values[self.index]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -253,13 +253,13 @@ class Stream:
             pairs.append((here, flat.data))  # whose version is its own: this is no edit
             flats[key] = here
             start += _room((key, flat))
-        arrived = self._host.to_device(partial(_copy_in, pairs), (buffer.emptied, unit.stored_at))
+        arrived = self._host.to_device(partial(_copy_in, pairs), (buffer.emptied, unit.masters.stored_at))
         self._staged[unit] = _Staged(buffer, pairs, flats, arrived)
 
     def _store(self, unit: Unit, staged: _Staged) -> None:
         if unit.spec.masters_on_host:
             unit.carry(staged.flats[_MASTER])
-        unit.stored_at = staged.buffer.emptied = self._host.to_host(partial(_copy_out, staged.pairs))
+        unit.masters.stored_at = staged.buffer.emptied = self._host.to_host(partial(_copy_out, staged.pairs))
 
     # -- what the optimizer sees ------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Stream:
         state, held = self._optimizer.state, self._states[unit]
         for index, shard in members:
             if unit.spec.masters_on_host:
-                unit.show_at(index, views[_MASTER][index])
+                unit.masters.show_at(index, views[_MASTER][index])
             for key in sharded_entries(state.get(shard, {}), shard):
                 state[shard][key] = views[key][index]
         try:
@@ -289,7 +289,7 @@ class Stream:
                 if new:
                     self._host.adopt(self._optimizer, unit, index, new)
                 if unit.spec.masters_on_host:
-                    unit.show_at(index, None)
+                    unit.masters.show_at(index, None)
 
     def _step(self, unit: Unit) -> None:
         """The optimizer's own step, without the hooks around it, of this unit's parameters alone."""

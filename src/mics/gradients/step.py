@@ -28,8 +28,8 @@ class Step:
     def __init__(
         self,
         units: Sequence[Unit],
-        *,
         hops: Hops,
+        *,
         shown: ShownGradients,
         agreement: Agreement,
         events: Events,

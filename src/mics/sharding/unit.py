@@ -18,11 +18,9 @@ Tensors of a unit of ``numel`` elements (padding included) on one rank, with p c
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn as nn
@@ -32,10 +30,11 @@ from mics.comm.journal import in_call
 from mics.comm.lanes import DONE, Ticket
 from mics.comm.world import UnitGroups
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
-from mics.guard import ShardOwner, ShardParameter, plainly
+from mics.guard import ShardOwner, plainly
 from mics.sharding.contiguous import Contiguous
 from mics.sharding.held import HeldParameters
 from mics.sharding.host_memory import HostPool
+from mics.sharding.masters import Masters
 from mics.sharding.spec import Share, UnitSpec, label_of
 from mics.sharding.whole import WholeParameters
 
@@ -91,29 +90,16 @@ class Unit:
         # Lanes work on these beside the computation; whoever touches the memory waits for its ticket.
         self.gathered_at: Ticket = DONE  # the last gather: writes ``whole.flat``, reads ``param_shard``
         self.refreshed_at: Ticket = DONE  # the last refresh: writes ``param_shard``
-        self.stored_at: Ticket = DONE  # the last copy to the host: writes ``master``, if that is there
 
         if spec.casts_masters:
-            self.master = self.param_shard = self._own_params = memory.master_parts[spec.index].tensor()
+            master = self.param_shard = self._own_params = memory.master_parts[spec.index].tensor()
         else:
             self.param_shard = memory.param_parts[spec.index].tensor()
             self._own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
-            self.master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
+            master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
         self.layouts = share.layouts_of(spec)  # which elements each of ``shards`` holds
-        # What parameters are while their values are in host memory: one number, for all elements.
-        self._nowhere = self.master
-        if spec.masters_on_host:
-            self._nowhere = torch.full((), math.nan, dtype=spec.master_dtype, device=self.device)
-        self.shards: list[ShardParameter] = [
-            ShardParameter.standing_for(view, self._nowhere.expand(view.shape), layout, ref(owner))
-            if spec.masters_on_host
-            else ShardParameter.of(view, layout, ref(owner), trainable=spec.trainable)
-            for view, layout in zip(self.views_of(self.master), self.layouts, strict=True)
-        ]
-        # What holds their values: they themselves, or masters in host memory.
-        self.values: list[ShardParameter] = [
-            shard if shard.on_host is None else shard.on_host for shard in self.shards
-        ]
+        self.masters = Masters(master, spec, share, device=self.device, owner=owner)
+        self.shards = self.masters.shards
         given = self.param_shard if groups.gather.size == 1 else None
         self.whole = WholeParameters(spec, self.device, given=given)
         for old, shard, full in zip(spec.refs, self.shards, self.whole.params, strict=True):
@@ -121,6 +107,11 @@ class Unit:
             shard.__dict__.update(old.param.__dict__)
             full.__dict__.update(old.param.__dict__)
         self.held = HeldParameters(spec, self)
+
+    @property
+    def master(self) -> Tensor:
+        """What the optimizer updates."""
+        return self.masters.flat
 
     @property
     def gathered(self) -> bool:
@@ -160,28 +151,9 @@ class Unit:
 
     # -- values -------------------------------------------------------------------------------------
 
-    @property
-    def state_device(self) -> torch.device:
-        """Where optimizer state is."""
-        return torch.device("cpu") if self.spec.state_on_host else self.device
-
     def num_edits(self) -> int:
         """A number that grows with every write to the masters."""
-        with plainly():
-            return sum(values._version for values in self.values)
-
-    def masters_here(self) -> Tensor:
-        """``master`` on the device: a copy, if it is in host memory."""
-        self.stored_at.wait()
-        return self.master.to(self.device)  # which the host waits for: it may write next
-
-    def show_at(self, index: int, masters: Tensor | None) -> None:
-        """Have a parameter whose master is in host memory be this part of ``masters``, for an optimizer.
-
-        None: nowhere, again.
-        """
-        shard = self.shards[index]
-        shard.data = self._nowhere.expand(shard.shape) if masters is None else masters
+        return self.masters.num_edits()
 
     def masters_changed(self) -> bool:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
@@ -212,10 +184,7 @@ class Unit:
 
     def check_intact(self) -> None:
         """Raise if the optimizer's parameters no longer are the memory of ``master``."""
-        home = self._nowhere.untyped_storage().data_ptr()
-        with plainly():
-            moved = any(shard.untyped_storage().data_ptr() != home for shard in self.shards)
-        if moved:
+        if not self.masters.are_intact():
             raise MicsError(
                 f"{self.spec.label}: expected its parameters where mics.shard() put them, found them "
                 "replaced, so this step "
@@ -230,7 +199,7 @@ class Unit:
             self.param_shard.copy_(flat[chunk.start : chunk.stop])
         if self.spec.trainable:
             span = self.share.master_span(self.spec)
-            self.stored_at.wait()
+            self.masters.stored_at.wait()
             self.master.copy_(flat[span.start : span.stop])
         self._versions = self.num_edits()
         self.num_refreshes += 1
@@ -238,7 +207,7 @@ class Unit:
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
         layout = self.spec.layout
-        self.stored_at.wait()
+        self.masters.stored_at.wait()
         chunk = masters = masters.to(self.device)
         if self.share.masters_over_replicas:
             chunk = masters.new_empty(layout.chunk_numel)
@@ -290,7 +259,7 @@ def refresh_together(units: Sequence[Unit], *, carried: Collection[Unit] = ()) -
     for unit in units:
         unit.settle_params()
         if unit._own_params is not unit.master and unit not in carried:
-            unit._own_params.copy_(unit.masters_here())
+            unit._own_params.copy_(unit.masters.here())
     for groups in dict.fromkeys(unit.groups for unit in units if unit.share.masters_over_replicas):
         together = [unit for unit in units if unit.groups is groups]
         # ``.data``: a version counter of its own. What lanes write to it is nobody's edit.
