@@ -17,6 +17,8 @@ import mics
 from mics.engine import units_of
 from mics.gradients import host_state
 from mics.guard import plainly
+from mics.train.config import ShardingSettings
+from mics.train.sharding import shard_model
 from tests import toys
 from tests.ranks import run_expecting_error, run_ranks
 from tests.test_optimizers import OPTIMIZERS
@@ -231,7 +233,9 @@ def test_parameters_and_state_can_be_read_and_edited() -> None:
 
 
 def _memory() -> None:
-    model = _built("host", partition_size=2, precision=_NARROW)
+    """With the settings of ``mics train``."""
+    asked = ShardingSettings(partition_size=2, param_dtype="bf16", optimizer_state="host")
+    model = shard_model(toys.Language(), asked)
     optimizer = _adamw(model)
     _train(model, optimizer, steps=2)
     report = mics.memory_report(model, show=False)

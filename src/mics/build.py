@@ -120,14 +120,7 @@ def _wire(
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
     step = Step(
-        units,
-        hops,
-        shown=shown,
-        agreement=agreement,
-        events=events,
-        plans=plans,
-        progress=progress,
-        host=host,
+        units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
     )
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)

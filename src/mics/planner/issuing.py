@@ -160,7 +160,8 @@ class Issuer:
 
     def _update_from_host(self, after: Sequence[Task], owners: int) -> None:
         """Unit by unit: its state comes from the host, and goes back while the next is updated."""
-        backward, stored = self.computed[-1], []
+        backward = self.computed[-1]
+        stored: list[Task] = []
         for index, unit in enumerate(self.units):
             if not unit.numel:
                 continue
