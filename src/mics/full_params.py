@@ -243,7 +243,6 @@ class _Parcel:
         own = slot.overlap(source.span)
         if own:
             wanted.unit.refreshed_at.wait()
-            wanted.unit.masters.stored_at.wait()
             first = source.span.start
             self._at(own).copy_(source.values[own.start - first : own.stop - first])
 

@@ -233,7 +233,10 @@ class Stream:
         return has_gradients and unit.spec.masters_on_host
 
     def close(self) -> None:
-        """What follows on the device may have the memory of the buffers."""
+        """What follows on the device comes after all copies: it may have the buffers' memory, and read masters.
+
+        A lane copies in order, so the last ones to the host stand for all.
+        """
         for staged in self._staged.values():  # somebody raised
             staged.arrived.wait()
         for buffer in self._buffers:
@@ -253,13 +256,13 @@ class Stream:
             pairs.append((here, flat.data))  # whose version is its own: this is no edit
             flats[key] = here
             start += _room((key, flat))
-        arrived = self._host.to_device(partial(_copy_in, pairs), (buffer.emptied, unit.masters.stored_at))
+        arrived = self._host.to_device(partial(_copy_in, pairs), (buffer.emptied,))
         self._staged[unit] = _Staged(buffer, pairs, flats, arrived)
 
     def _store(self, unit: Unit, staged: _Staged) -> None:
         if unit.spec.masters_on_host:
             unit.carry(staged.flats[_MASTER])
-        unit.masters.stored_at = staged.buffer.emptied = self._host.to_host(partial(_copy_out, staged.pairs))
+        staged.buffer.emptied = self._host.to_host(partial(_copy_out, staged.pairs))
 
     # -- what the optimizer sees ------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mics.comm.lanes import DONE, Ticket
 from mics.guard import ShardOwner, ShardParameter, plainly
 from mics.sharding.spec import Share, UnitSpec
 
@@ -24,7 +23,6 @@ class Masters:
         self, flat: Tensor, spec: UnitSpec, share: Share, *, device: torch.device, owner: ShardOwner
     ) -> None:
         self.flat = flat  # [numel/p/R], or [numel/p] if they are not sharded over replicas; the optimizer's
-        self.stored_at: Ticket = DONE  # the last copy to the host: writes ``flat``, if that is there
         self.device = device
         # Where optimizer state is.
         self.state_device = torch.device("cpu") if spec.state_on_host else device
@@ -49,7 +47,6 @@ class Masters:
 
     def here(self) -> Tensor:
         """All of them on the device: a copy, if they are in host memory."""
-        self.stored_at.wait()
         return self.flat.to(self.device)  # which the host waits for: it may write next
 
     def are_intact(self) -> bool:

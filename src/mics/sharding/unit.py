@@ -199,7 +199,6 @@ class Unit:
             self.param_shard.copy_(flat[chunk.start : chunk.stop])
         if self.spec.trainable:
             span = self.share.master_span(self.spec)
-            self.masters.stored_at.wait()
             self.master.copy_(flat[span.start : span.stop])
         self._versions = self.num_edits()
         self.num_refreshes += 1
@@ -207,7 +206,6 @@ class Unit:
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
         layout = self.spec.layout
-        self.masters.stored_at.wait()
         chunk = masters = masters.to(self.device)
         if self.share.masters_over_replicas:
             chunk = masters.new_empty(layout.chunk_numel)
