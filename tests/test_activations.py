@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics
-from mics.sharding import host_memory
 from mics.comm.lanes import Ticket
 from mics.engine import engine_of
+from mics.sharding import host_memory
 from tests import pairwise, tiers
 from tests.ranks import run_ranks
 

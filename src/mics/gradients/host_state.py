@@ -233,7 +233,7 @@ class Stream:
         return has_gradients and unit.spec.masters_on_host
 
     def close(self) -> None:
-        """What follows on the device comes after all copies: it may have the buffers' memory, and read masters.
+        """What follows on the device comes after all copies: it may use the buffers' memory, or read masters.
 
         A lane copies in order, so the last ones to the host stand for all.
         """
