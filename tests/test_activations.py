@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics
-from mics.activations import host_memory
 from mics.comm.lanes import Ticket
 from mics.engine import engine_of
+from mics.sharding import host_memory
 from tests import pairwise, tiers
 from tests.ranks import run_ranks
 
@@ -262,7 +262,7 @@ def test_the_last_ones_and_what_is_over_the_budget_stay() -> None:
 def test_a_full_host_is_an_error_that_says_how_much() -> None:
     model = mics.shard(Stack(), partition_size=1, activations=mics.Activations(offload=True))
     with (
-        patch("mics.activations.host_memory.available_nbytes", return_value=1 << 20),
+        patch("mics.sharding.host_memory.available_nbytes", return_value=1 << 20),
         pytest.raises(mics.MicsError, match=r"host memory for .* found 1\.00 MiB"),
     ):
         model(torch.rand(_ROWS, _WIDTH))

@@ -66,7 +66,6 @@ def _settings(precision: mics.Precision, *, partition_size: int = 8, **other: An
         activations=mics.Activations(),
         audit_interval=0,
         sites=assign_sites(model, None),
-        buffers=[],
         **(found | other),
     )
 

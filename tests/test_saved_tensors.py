@@ -23,12 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import PackedSequence
 
 import mics
-from mics.activations import host_memory
-from mics.activations.host_memory import HostPool
 from mics.activations.offload import Offloader
 from mics.activations.transfers import TransferClock
 from mics.engine import engine_of
 from mics.errors import MicsError, SettingsError
+from mics.sharding import host_memory
+from mics.sharding.host_memory import HostPool
 from tests import pairwise
 from tests.ranks import run_ranks
 

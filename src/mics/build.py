@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -19,6 +20,7 @@ from mics.engine import Engine, Members, attach_engine
 from mics.gradients.agreement import Agreement
 from mics.gradients.clip import Clip
 from mics.gradients.hops import Hops, Joining
+from mics.gradients.host_state import HostState
 from mics.gradients.optimizer import register_params
 from mics.gradients.reduce_buffers import ReduceBuffers
 from mics.gradients.shown import ShownGradients
@@ -36,6 +38,7 @@ from mics.schedule.sites import ScheduledSite
 from mics.sharding.buffers import BufferSync
 from mics.sharding.contiguous import Contiguous
 from mics.sharding.conversions import refuse_conversions, refuse_tracing
+from mics.sharding.host_memory import HostPool
 from mics.sharding.materialize import InitialValues, as_it_was, drop_originals, fill_unit, place_buffers
 from mics.sharding.spec import Share
 from mics.sharding.unit import Unit, UnitMemory
@@ -66,12 +69,13 @@ def build(
         masters_over_replicas=settings.optimizer_sharding == "world",
     )
     owner = ShardOwner(members=mesh.groups.members, device=settings.device)
-    with torch.no_grad(), as_it_was(model):
-        place_buffers(model, settings.device, mesh.world)
-        sites = _build_sites(model, settings, topology, share, mesh, owner)
     # An emulated node's other ranks are imagined: they take no memory.
     ranks_on_node = 1 if world.imagined is not None else node_names.count(node_names[world.rank])
-    engine = _wire(model, world, settings, mesh, counter, sites, owner, ranks_on_node=ranks_on_node)
+    host = _host_state(settings, mesh, owner, ranks_on_node)
+    with torch.no_grad(), as_it_was(model):
+        place_buffers(model, settings.device, mesh.world)
+        sites = _build_sites(model, settings, topology, share, mesh, owner, host)
+    engine = _wire(model, world, settings, mesh, counter, sites, owner, host, ranks_on_node=ranks_on_node)
     register_params(engine.step)
     model._register_load_state_dict_pre_hook(agree_on_full, with_module=True)
     for module in model.modules():
@@ -93,6 +97,7 @@ def _wire(
     counter: TrafficCounter,
     sites: Sequence[ScheduledSite],
     owner: ShardOwner,
+    host: HostState | None,
     *,
     ranks_on_node: int,
 ) -> Engine:
@@ -115,7 +120,7 @@ def _wire(
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
     step = Step(
-        units, hops=hops, shown=shown, agreement=agreement, events=events, plans=plans, progress=progress
+        units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
     )
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)
@@ -143,6 +148,21 @@ def _wire(
         ranks_on_gpu=settings.ranks_on_gpu,
         activations=activations,
     )
+
+
+def _host_state(
+    settings: Settings, mesh: MeshCollectives, owner: ShardOwner, ranks_on_node: int
+) -> HostState | None:
+    if settings.optimizer_state == "device":
+        return None
+    make_pool = partial(
+        HostPool,
+        pin=settings.device.type == "cuda",
+        num_sharing=ranks_on_node,
+        user='mics.shard(optimizer_state="host")',
+        remedy='keep it on the device with optimizer_state="device"',
+    )
+    return HostState(settings.device, lanes=mesh.lanes, owner=owner, make_pool=make_pool)
 
 
 def _gradients(
@@ -249,12 +269,14 @@ def _build_sites(
     share: Share,
     mesh: MeshCollectives,
     owner: ShardOwner,
+    host: HostState | None,
 ) -> list[ScheduledSite]:
     """All sites with their units, which hold their values from here on."""
     scheduled: list[ScheduledSite] = []
     index = itertools.count()
     specs_of = [unit_specs(site, settings, topology, index) for site in settings.sites]
-    memory = UnitMemory([spec for specs in specs_of for spec in specs], share, settings.device)
+    pool = None if host is None else host.masters
+    memory = UnitMemory([spec for specs in specs_of for spec in specs], share, settings.device, pool=pool)
     initial_values = InitialValues(model, settings.device)
     for site, specs in zip(settings.sites, specs_of, strict=True):
         values = initial_values.of(site)

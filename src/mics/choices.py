@@ -51,7 +51,9 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
     return topology
 
 
-def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) -> int:
+def choose_partition_size(
+    model: nn.Module, world: World, nodes: Sequence[str], *, state_on_host: bool = False
+) -> int:
     """The smallest group whose share of the model leaves half of a GPU's memory to activations.
 
     Without a GPU, one node: nobody says how much of a host's memory is whose.
@@ -67,7 +69,8 @@ def choose_partition_size(model: nn.Module, world: World, nodes: Sequence[str]) 
         return node
     total = torch.cuda.get_device_properties(device).total_memory
     limit = imagined_memory(world) or total
-    found = fitting_partition(shape, cluster, memory_nbytes=min(total, limit))
+    memory = min(total, limit)
+    found = fitting_partition(shape, cluster, memory_nbytes=memory, state_on_host=state_on_host)
     return world.size if found is None else found
 
 
@@ -79,7 +82,8 @@ def choose_optimizer_sharding(settings: Settings, topology: Topology) -> Literal
     if settings.optimizer_sharding != "auto":
         return settings.optimizer_sharding
     trained = [site for site in settings.sites if _trained_numel(site)]
-    if settings.low_memory or not trained or not _whole_masters_fit(settings, topology.partition_size):
+    is_short = settings.low_memory or settings.optimizer_state == "host"
+    if is_short or not trained or not _whole_masters_fit(settings, topology.partition_size):
         return "world"
     dtypes = [
         settings.precision.dtype_of_master(ref.param.dtype)
@@ -146,7 +150,8 @@ class Choices:
         self._recomputes = any(settings.recomputed.values())
         self._memory = partial(_device_memory, settings)
         # The optimizer makes its state after the first boundary.
-        self._state_nbytes = ADAM_NBYTES * sum(unit.master.numel() for unit in units if unit.spec.trainable)
+        stays = [unit for unit in units if unit.spec.trainable and not unit.spec.state_on_host]
+        self._state_nbytes = ADAM_NBYTES * sum(unit.master.numel() for unit in stays)
         self._shares: dict[int, float] = {}  # by rows
         self._cluster = settings.cluster
         self._span = _span(topology)
@@ -312,7 +317,9 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
                 reduce_dtype=reduce_dtype,
                 grad_dtype=grad_dtype,
                 replica_dtype=precision.dtype_of_hop_2(grad_dtype),
+                state_on_host=trainable and settings.optimizer_state == "host",
                 casts_masters=settings.low_memory
+                and settings.optimizer_state == "device"
                 and trainable
                 and master_dtype is not param_dtype
                 and has_whole_masters

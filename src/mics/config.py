@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from mics.activations.policy import Activations
 from mics.comm import World
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OptimizerSharding = Literal["auto", "world", "partition"]
+OptimizerState = Literal["device", "host"]
 _AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
 
@@ -40,6 +40,8 @@ class Settings:
     partition_groups: tuple[tuple[int, ...], ...]
     hierarchical: Literal["auto"] | bool
     optimizer_sharding: OptimizerSharding
+    optimizer_state: OptimizerState = "device"
+    """Where masters and optimizer state are between steps."""
     precision: Precision
     prefetch: Prefetch | None
     """How far ahead units are gathered; None: as far as the cost model says."""
@@ -60,7 +62,6 @@ class Settings:
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
     sites: list[Site]
-    buffers: list[tuple[str, Tensor]]
 
     @property
     def overlaps(self) -> bool:
@@ -77,6 +78,7 @@ def check_settings(
     mesh: DeviceMesh | None,
     hierarchical: Literal["auto"] | bool,
     optimizer_sharding: OptimizerSharding,
+    optimizer_state: OptimizerState,
     precision: Precision,
     prefetch: Literal["auto"] | int | Prefetch,
     activations: Activations | None,
@@ -92,6 +94,8 @@ def check_settings(
         raise SettingsError(
             f'optimizer_sharding: expected "auto", "world" or "partition", found {optimizer_sharding!r}'
         )
+    if optimizer_state not in ("device", "host"):
+        raise SettingsError(f'optimizer_state: expected "device" or "host", found {optimizer_state!r}')
     if not isinstance(precision, Precision):
         raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
     if activations is not None and not isinstance(activations, Activations):
@@ -107,6 +111,7 @@ def check_settings(
         partition_groups=_partition_groups(world, partition_size, mesh),
         hierarchical=hierarchical,
         optimizer_sharding=optimizer_sharding,
+        optimizer_state=optimizer_state,
         precision=precision,
         prefetch=_prefetch(prefetch),
         cluster=cluster_for(device, nodes, world),
@@ -119,7 +124,6 @@ def check_settings(
         if isinstance(low_memory, bool)
         else activations is not None and activations.offload,
         audit_interval=_audit_interval(audit_interval),
-        buffers=list(model.named_buffers()),
         sites=assign_sites(model, chosen),
     )
 
@@ -253,7 +257,9 @@ def device_of(model: nn.Module, world: World) -> torch.device:
     return device
 
 
-def describe(world: World, settings: Settings | None, error: Exception | None) -> dict[str, Any]:
+def describe(
+    world: World, model: nn.Module, settings: Settings | None, error: Exception | None
+) -> dict[str, Any]:
     """What this rank is about to do, for comparison with the others."""
     account: dict[str, Any] = {"rank": world.rank, "error": None, "gpu": None, "memory": 0.0}
     if settings is None or error is not None:
@@ -264,11 +270,12 @@ def describe(world: World, settings: Settings | None, error: Exception | None) -
         for site in settings.sites
         for ref in site.params
     ]
-    described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in settings.buffers]
+    described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     return account | {
         "partition groups": settings.partition_groups,
         "hierarchical": settings.hierarchical,
         "optimizer_sharding": settings.optimizer_sharding,
+        "optimizer_state": settings.optimizer_state,
         "precision": str(settings.precision),
         "prefetch": str(settings.prefetch or "auto"),
         "low_memory": settings.low_memory,

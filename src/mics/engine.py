@@ -162,6 +162,12 @@ def engines_of(model: nn.Module) -> list[Engine]:
     return [engine, *engine.members.parts]
 
 
+def settle_host(model: nn.Module) -> None:
+    """Have masters and optimizer state that belong to host memory arrive there: the host reads next."""
+    for engine in engines_of(model):
+        engine.step.owner.settle_host()
+
+
 def units_of(model: nn.Module) -> list[Unit]:
     """The units of a sharded model with all its parts."""
     return engine_of(model).members.units()

@@ -239,7 +239,7 @@ class _Parcel:
         source, slot = wanted.source, wanted.slot
         self.wanted = wanted
         self._span = slot.overlap(held)
-        self._memory = torch.empty(len(self._span), dtype=wanted.wire_dtype, device=source.values.device)
+        self._memory = torch.empty(len(self._span), dtype=wanted.wire_dtype, device=wanted.unit.device)
         own = slot.overlap(source.span)
         if own:
             wanted.unit.refreshed_at.wait()

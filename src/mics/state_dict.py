@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mics.comm.journal import calling, collective_call, in_call, name_ranks
-from mics.engine import Engine, engines_of, units_of
+from mics.engine import Engine, engines_of, settle_host, units_of
 from mics.errors import SettingsError
 from mics.gradients.shards import GradState, UnitGradients
 from mics.guard import Layout, ShardTensor, run_plainly
@@ -117,7 +117,8 @@ def _full_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor | Non
 def _step_gradient(gradients: UnitGradients) -> Tensor:
     if gradients.state is GradState.REDUCED:
         return gradients.step_gradient()
-    return torch.zeros_like(gradients.unit.master, dtype=gradients.unit.spec.grad_dtype)
+    unit = gradients.unit
+    return torch.zeros_like(unit.master, dtype=unit.spec.grad_dtype, device=unit.device)
 
 
 @collective_call
@@ -137,6 +138,7 @@ def take_optimizer_state(
 
     None: nothing, on this rank. All ranks must call it. One entry of one unit at a time is whole.
     """
+    settle_host(model)
     names = _names(model)
     world = engines_of(model)[0].world
     result: dict[str, dict[str, Any]] = {}

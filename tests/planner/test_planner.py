@@ -186,6 +186,31 @@ def test_the_search_prefers_small_groups_where_they_are_as_fast() -> None:
     )
 
 
+def test_optimizer_state_on_the_host() -> None:
+    """Twelve bytes per parameter move from the GPU to the host, and through the link to it once a step."""
+    model, cluster = named_shape("gpt-3.6b"), planned_cluster("p5.48xlarge:1")
+    times = {}
+    for accumulation in (1, 8):
+        on_device = Setting(
+            model=model,
+            cluster=cluster,
+            partition_size=8,
+            micro_batch=4,
+            accumulation=accumulation,
+            activations=Keeping(checkpoint=False),
+        )
+        on_host = replace(on_device, state_on_host=True)
+        kept = on_device.need().between_blocks
+        moved = kept["masters"] + kept["optimizer state"]
+        assert moved == pytest.approx(12 * model.num_parameters / 8, rel=0.001)
+        assert on_device.need().peak - on_host.need().peak == pytest.approx(moved)
+        assert on_host.need().host == pytest.approx(moved)
+        longer = predict(on_host).step_seconds - predict(on_device).step_seconds
+        assert longer == pytest.approx(moved / cluster.host_bandwidth, rel=0.15)
+        times[accumulation] = longer / predict(on_device).step_seconds
+    assert 0.02 < times[8] < 0.1 < times[1], times
+
+
 def test_narrow_gradients_ask_for_whole_masters_where_there_is_room() -> None:
     """An all-reduce hides under the backward; new parameters only under the next forward."""
     cluster = find_cluster("benchmarks/clusters/ordinary.yaml:64")

@@ -22,10 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mics.activations.groups import CurrentForward, ExpectedBytes, Group, LastForward
-from mics.activations.host_memory import HostPool
 from mics.activations.saved import Held, Kept, Region, Saved, View
 from mics.activations.transfers import Transfers
 from mics.layout.order import Plans, Prefetch
+from mics.sharding.host_memory import HostPool
 from mics.utils.tensor_trees import is_plain
 
 LEAST_NBYTES: Final = 1 << 16

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mics.activations.host_memory import HostPool
 from mics.comm.lanes import DONE, Ticket
+from mics.sharding.host_memory import HostPool
 from mics.utils.tensor_trees import is_plain
 
 

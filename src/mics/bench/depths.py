@@ -26,6 +26,7 @@ _FLAT: Final = "--layers: expected {} blocks to take longer than {}, found no di
 
 _DIVIDED_AS: Final = {
     "mics-partition": "mics",
+    "mics-host": "mics",
     "hsdp-kept": "hsdp",
     "zero2-reduce": "zero2",
     "deepspeed-zero2": "zero2",
@@ -66,6 +67,7 @@ def missing_nbytes(run: Run) -> int | None:
         activations=Keeping(checkpoint=job.checkpoint, offload=job.offload),
         wire_nbytes=job.reduce.itemsize,
         over_replicas=run.system != "mics-partition",
+        state_on_host=run.system == "mics-host",
     )
     whole = replace(whole, prefetch=whole.depth)
     shorter = replace(whole, model=whole.model.with_blocks(job.model.num_layers))

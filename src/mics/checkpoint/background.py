@@ -15,11 +15,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mics.activations.host_memory import HostPool
 from mics.checkpoint.records import TensorPart
 from mics.checkpoint.remote import RemotePath
 from mics.checkpoint.storage import Place
 from mics.layout.flat import round_up
+from mics.sharding.host_memory import HostPool
 
 _ALIGNMENT_NBYTES: Final = 64
 _LOG: Final = logging.getLogger("mics")

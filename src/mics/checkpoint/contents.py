@@ -40,6 +40,11 @@ class HeldParam:
         return self.unit.shards[self.index]
 
     @property
+    def values(self) -> Tensor:
+        """What has the values of ``shard``."""
+        return self.unit.masters.values[self.index]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.unit.spec.layout.slots[self.index].shape
 
@@ -114,7 +119,7 @@ def state_name(param: str, entry: str) -> str:
 def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: int) -> Iterator[TensorPart]:
     """What this rank writes: every element of every tensor is written by one rank."""
     for held in contents.params:
-        yield held.part(MODEL + held.name, held.shard, once=True)
+        yield held.part(MODEL + held.name, held.values, once=True)
     if rank == 0:
         for name, buffer in contents.buffers.items():
             yield _whole(MODEL + name, buffer)

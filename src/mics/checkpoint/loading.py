@@ -28,7 +28,7 @@ from mics.checkpoint.values import decode
 from mics.checkpoint.wanted import Wanted
 from mics.comm.journal import collective_call
 from mics.comm.world import World
-from mics.engine import Engine
+from mics.engine import Engine, settle_host
 from mics.errors import CheckpointError
 from mics.guard import plainly
 
@@ -105,6 +105,7 @@ class _Load:
         """Read values into the model, and into memory for the optimizers' state."""
         for unit in self.engine.members.units():
             unit.settle_params()
+        settle_host(self.model)
         nbytes = nbytes_of(self.reading)
         try:
             with told("loading", self.folder, nbytes, rank=self.engine.world.rank) as advance:
@@ -113,7 +114,7 @@ class _Load:
             raise CheckpointError(f"{error}. Parameters that were read before are in the model") from None
         finally:
             for held in self.contents.params:
-                torch.autograd.graph.increment_version(held.shard)  # the units send new values around
+                torch.autograd.graph.increment_version(held.values)  # the units send new values around
         for tensor, place in self.wanted.strided:
             tensor.copy_(place)
 
@@ -173,7 +174,7 @@ def _want_model(wanted: Wanted, contents: Contents, *, strict: bool, base: str) 
         found = next((name for name in theirs if index.find(name)), None)
         known |= set(theirs)
         if found is not None:
-            wanted.add(held.part(held.name, held.shard, once=False), found, wanted.stored(found))
+            wanted.add(held.part(held.name, held.values, once=False), found, wanted.stored(found))
         elif strict and math.prod(held.shape) > 0:
             wanted.problems.append(f"{held.name}: expected a parameter of this name, found none")
     for name, buffer in contents.buffers.items():

@@ -225,7 +225,9 @@ def _want_state(wanted: Wanted, contents: Contents, optimizer: Optimizer, *, str
             else:
                 sharded.setdefault((entry, stored.dtype), []).append((held, name, stored))
     for (entry, dtype), found in sharded.items():
-        store = Contiguous(found[0][0].shard.device)  # one buffer for each entry, as training leaves it
+        store = Contiguous(
+            found[0][0].unit.masters.state_device
+        )  # one buffer for each entry, as training leaves it
         places = [(each, store.reserve(dtype, each[0].shard.numel())) for each in found]
         for (held, name, stored), place in places:
             value = place.tensor().view(held.shard.shape)
@@ -243,7 +245,7 @@ def _fits(value: Any, held: HeldParam, stored: StoredTensor) -> TypeGuard[Tensor
     return (
         isinstance(value, Tensor)
         and (value.shape, value.dtype) == (held.shard.shape, stored.dtype)
-        and value.device == held.shard.device
+        and value.device == held.unit.masters.state_device
         and value.is_contiguous()
     )
 

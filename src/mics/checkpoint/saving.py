@@ -29,7 +29,7 @@ from mics.checkpoint.values import encode
 from mics.comm.host_group import HostGroup
 from mics.comm.journal import collective_call, in_call
 from mics.comm.world import World, join_world
-from mics.engine import Engine, engine_of
+from mics.engine import Engine, engine_of, settle_host
 from mics.errors import CheckpointError, SettingsError
 from mics.guard import plainly
 
@@ -153,6 +153,7 @@ def _prepare(
     optimizers = as_optimizers(optimizer, "mics.save")
     rank = world.rank
     contents = contents_of(model, engine)
+    settle_host(model)
     groups = None if optimizer is None else [g for each in optimizers for g in groups_by_name(each, contents)]
     return Snapshot(
         root=root,

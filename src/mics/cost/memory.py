@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -23,6 +23,7 @@ DRIVER_NBYTES: Final = 1 << 30
 """Of a GPU's memory, that no program has: tables of its pages, the CUDA context and loaded kernels."""
 MASTER_NBYTES: Final = 4  # of an element in float32
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
+NUM_STAGED: Final = 2  # units whose optimizer state is on the device at once, if it comes from the host
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
 _LOGIT_NBYTES: Final = 12  # cross-entropy's softmax and two gradients in float32, at once
@@ -44,6 +45,8 @@ class Division:
     reduce_nbytes: int = _WIDE
     low_memory: bool = False
     """Gradients, buffers and gathered units have memory only while they are needed."""
+    state_on_host: bool = False
+    """Masters and optimizer state are in host memory; those of two units are on the device in a step."""
     reduction_share: float = math.inf
     """How long a unit is being reduced, for each second of its forward. Quick ones are waited for."""
 
@@ -51,7 +54,13 @@ class Division:
     def casts_masters(self) -> bool:
         """Gathers cast the masters: there is no second copy of the parameters."""
         whole = self.num_replicas == 1 or not self.over_replicas
-        return self.low_memory and whole and self.partition_size > 1 and self.param_nbytes < _WIDE
+        return (
+            self.low_memory
+            and not self.state_on_host
+            and whole
+            and self.partition_size > 1
+            and self.param_nbytes < _WIDE
+        )
 
     @property
     def num_owners(self) -> int:
@@ -198,6 +207,8 @@ class Terms:
     between_blocks: dict[str, float]
     computed_again: dict[str, float]
     """At the end of a block's second forward."""
+    at_update: dict[str, float] = field(default_factory=dict)
+    """While the optimizer steps, if its state comes from the host."""
     host: float = 0.0
 
     @property
@@ -212,7 +223,7 @@ class Terms:
 
     def on_device(self) -> dict[str, float]:
         """By name, for people: at the peak."""
-        moments = self.at_loss, self.in_block, self.between_blocks, self.computed_again
+        moments = self.at_loss, self.in_block, self.between_blocks, self.computed_again, self.at_update
         return max(moments, key=lambda terms: sum(terms.values()))
 
 
@@ -285,11 +296,13 @@ def memory_terms(
     saved = _SavedBytes.of(model, activations, param * tokens)
     again = saved.in_block if activations.checkpoint else 0.0
     arena, first_back = _gathered(model, division)
+    masters = MASTER_NBYTES if param < _WIDE else 0  # bytes of an element
+    stays = 0 if division.state_on_host else 1
     between = {
         "parameters": 0.0 if division.casts_masters else total * param / p,
         "gradients": total * _WIDE / p,
-        "masters": total * _WIDE / division.num_owners if param < _WIDE else 0.0,
-        "optimizer state": total * ADAM_NBYTES / division.num_owners,
+        "masters": stays * total * masters / division.num_owners,
+        "optimizer state": stays * total * ADAM_NBYTES / division.num_owners,
         "gathered units": arena,
         "reduce buffers": reduced * (1 + 1 / p),
         "activations": saved.blocks + saved.outside,
@@ -311,10 +324,17 @@ def memory_terms(
         at_loss["gathered units"] = min(arena, first_back)
         at_loss["reduce buffers"] = 0.0
         at_loss["gradients"] *= accumulates  # of earlier micro-steps
+    at_update, state = {}, 0.0
+    if division.state_on_host:
+        staged = NUM_STAGED * largest / division.num_owners
+        at_update = between | {"activations": 0.0, "logits or workspace": 0.0}
+        at_update |= {"masters": staged * masters, "optimizer state": staged * ADAM_NBYTES}
+        state = total * (masters + ADAM_NBYTES) / division.num_owners
     return Terms(
         at_loss=at_loss,
         in_block=in_block,
         between_blocks=between,
         computed_again=again_done,
-        host=saved.on_host,
+        at_update=at_update,
+        host=saved.on_host + state,
     )

@@ -32,6 +32,8 @@ class Setting:
     wire_nbytes: int = 4
     """Of a gradient on its way, in both hops."""
     over_replicas: bool = True
+    state_on_host: bool = False
+    """Masters and optimizer state are in host memory between steps."""
     prefetch: int | None = None
     hierarchical: bool = True
     """Gather in two stages where that pays, as the engine does."""
@@ -140,6 +142,7 @@ class Setting:
             num_reduce_buffers=2 if self.two_stage else 1,
             param_nbytes=self.param_nbytes,
             low_memory=self.activations.offload,
+            state_on_host=self.state_on_host,
             reduction_share=reduction_share(
                 self.cluster,
                 self.partition,
@@ -196,7 +199,9 @@ def partition_sizes(cluster: Cluster) -> list[int]:
     return inside + [k * count for count in range(2, nodes + 1) if nodes % count == 0]
 
 
-def fitting_partition(model: ModelShape, cluster: Cluster, *, memory_nbytes: float) -> int | None:
+def fitting_partition(
+    model: ModelShape, cluster: Cluster, *, memory_nbytes: float, state_on_host: bool = False
+) -> int | None:
     """The smallest partition size whose fixed terms leave half of the memory to activations."""
     for size in partition_sizes(cluster):
         setting = Setting(
@@ -206,6 +211,7 @@ def fitting_partition(model: ModelShape, cluster: Cluster, *, memory_nbytes: flo
             micro_batch=1,
             accumulation=1,
             activations=Keeping(checkpoint=True),
+            state_on_host=state_on_host,
         )
         if setting.need().fixed <= memory_nbytes / 2:
             return size

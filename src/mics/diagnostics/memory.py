@@ -12,9 +12,10 @@ from torch import Tensor
 
 from mics.activations.offload import Offloader
 from mics.activations.policy import Applied
-from mics.cost.memory import Nest, homes
+from mics.cost.memory import NUM_STAGED, Nest, homes
 from mics.diagnostics.wire import expected_wire_nbytes
 from mics.engine import Engine, engine_of
+from mics.gradients.host_state import staged_nbytes
 from mics.gradients.optimizer import optimizer_state_nbytes
 from mics.schedule.sites import ScheduledSite
 from mics.sharding.unit import Unit
@@ -139,18 +140,28 @@ def _sharded_terms(engine: Engine) -> Iterator[MemoryTerm]:
     )
     params = {unit.param_shard.untyped_storage().data_ptr() for unit in stored}
     apart = [unit for unit in trainable if unit.master.untyped_storage().data_ptr() not in params]
-    yield _on_device(
+    on_host = engine.step.host is not None
+    yield _term(
         "masters",
         _share(over) if apart else "the parameters are their own masters",
         sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in apart) / over,
         _nbytes(unit.master for unit in apart),
+        where="host" if on_host and apart else "device",
     )
-    yield _on_device(
+    yield _term(
         "optimizer state",
         f"{_share(over)}; predicted for AdamW",
         sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in trainable) * 2 / over,
         optimizer_state_nbytes(engine.step),
+        where="host" if on_host else "device",
     )
+    if on_host:
+        yield _on_device(
+            "state on its way",
+            "of two units at once, while an optimizer steps",
+            max((staged_nbytes(unit) for unit in trainable), default=0) * NUM_STAGED,
+            0,
+        )
 
 
 def _gathered_term(engine: Engine, model: nn.Module) -> MemoryTerm:
@@ -217,8 +228,14 @@ def _offload_terms(offloader: Offloader) -> Iterator[MemoryTerm]:
 
 
 def _on_device(name: str, about: str, predicted: float | None, measured: int) -> MemoryTerm:
+    return _term(name, about, predicted, measured, where="device")
+
+
+def _term(
+    name: str, about: str, predicted: float | None, measured: int, *, where: Literal["device", "host"]
+) -> MemoryTerm:
     whole = None if predicted is None else round(predicted)
-    return MemoryTerm(name=name, where="device", about=about, predicted=whole, measured=measured)
+    return MemoryTerm(name=name, where=where, about=about, predicted=whole, measured=measured)
 
 
 def _held(sites: Sequence[ScheduledSite]) -> list[Unit]:

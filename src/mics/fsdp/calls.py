@@ -119,7 +119,8 @@ def _check_arguments(
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise SettingsError(
             "fully_shard: offload_policy: expected OffloadPolicy(), found CPUOffloadPolicy: mics keeps "
-            "parameters and optimizer state on the device; leave it out"
+            "parameters on the device; leave it out, or keep masters and optimizer state in host memory with "
+            'mics.shard(model, optimizer_state="host")'
         )
     if type(offload_policy) is not OffloadPolicy:
         raise SettingsError(

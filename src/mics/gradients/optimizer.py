@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.errors import SettingsError
+from mics.gradients.host_state import sharded_entries
 from mics.gradients.optimizer_state import make_contiguous
 from mics.gradients.step import Step
 from mics.guard import ShardTensor, guard_initialisers, plainly, run_plainly
@@ -32,6 +33,7 @@ _ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.Adadelta,
     torch.optim.ASGD,
 }
+_TORCH = frozenset(_ELEMENTWISE)
 _REFUSED = {
     "Adafactor": "it factors whole matrices and scales by their norms",
     "Muon": "it orthogonalises whole matrices",
@@ -84,7 +86,9 @@ def register_params(step: Step) -> None:
 
 @run_plainly
 def optimizer_state_nbytes(step: Step) -> int:
-    """Bytes on the device that optimizers keep for the parameters of this model."""
+    """Bytes that optimizers keep for the parameters of this model: on the device, or on the host."""
+    if step.host is not None:
+        return step.host.nbytes
     found = 0
     for optimizer, (_, weak) in list(_members.items()):
         for unit, index in _alive(weak).get(step, []):
@@ -133,9 +137,12 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in _in_place:
             optimizer.register_load_state_dict_post_hook(_forget_places)
         _in_place[optimizer] = True
-        make_contiguous(optimizer, [unit.shards[i] for members in found.values() for unit, i in members])
+        on_device = [members for step, members in found.items() if step.host is None]
+        make_contiguous(optimizer, [unit.shards[i] for members in on_device for unit, i in members])
     for step, members in found.items():
         step.end(members)
+        if step.host is not None:
+            continue  # its state stays guarded
         for unit, index in members:
             owner, layout = ref(step.owner), unit.layouts[index]
             for value in _sharded_state(optimizer, unit.shards[index]):
@@ -143,8 +150,16 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _show_plain(optimizer: Optimizer, found: dict[Step, list[tuple[Unit, int]]]) -> None:
-    """Let ``optimizer`` see plain parameters, gradients and state."""
+    """Let ``optimizer`` see plain parameters, gradients and state.
+
+    Where state is in host memory, the step is made here, unit by unit: nothing is left to do.
+    """
     for step, members in found.items():
+        if step.host is not None:
+            with step.host.streaming(optimizer, step.in_forward_order(members), members) as stream:
+                step.begin(members)
+                step.update(members, stream.update)
+            continue
         step.begin(members)
         for unit, index in members:
             for value in _sharded_state(optimizer, unit.shards[index]):
@@ -175,7 +190,23 @@ def _check_layout(unit: Unit, index: int, value: ShardTensor) -> None:
 def _load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """``Optimizer.load_state_dict`` for all: for sharded parameters, whole tensors become pieces."""
     found = _find_members(optimizer) if any(p in _places for p in _params_of(optimizer)) else {}
-    _original_load(optimizer, _fitting(optimizer, state_dict) if found else state_dict)
+    if not found:
+        _original_load(optimizer, state_dict)
+        return
+    state_dict = _fitting(optimizer, state_dict)
+    # What belongs to the host does not go by way of the device, where it might not fit.
+    places = {id(unit.shards[i]): (step, unit, i) for step, own in found.items() for unit, i in own}
+    for_host, state = [], dict(state_dict["state"])
+    saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
+    for saved_id, param in zip(saved_ids, _params_of(optimizer), strict=True):
+        step, unit, index = places.get(id(param), (None, None, -1))
+        if step is not None and unit is not None and step.host is not None and saved_id in state:
+            entries = sharded_entries(state[saved_id], param)
+            state[saved_id] = {k: v for k, v in state[saved_id].items() if k not in entries}
+            for_host.append((step.host, unit, index, entries))
+    _original_load(optimizer, {**state_dict, "state": state})
+    for host, unit, index, entries in for_host:
+        host.adopt(optimizer, unit, index, entries)
 
 
 def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +298,8 @@ def _find_members(optimizer: Optimizer) -> dict[Step, list[tuple[Unit, int]]]:
                 members.setdefault(step, []).append((unit, place.index))
     if members:
         _check_elementwise(optimizer)
+    if any(step.host is not None for step in members):
+        _check_divisible(optimizer)
     weak = [(ref(b), [(ref(unit), index) for unit, index in units]) for b, units in members.items()]
     _members[optimizer] = (params, weak)
     return members
@@ -300,6 +333,17 @@ def _check_elementwise(optimizer: Optimizer) -> None:
         "know; if it is "
         f"elementwise, say so once with mics.allow_optimizer({kind.__name__})"
     )
+
+
+def _check_divisible(optimizer: Optimizer) -> None:
+    """A step for each unit must be as good as one for all: of torch's own that is known."""
+    kind = type(optimizer)
+    if not any(unwrap(kind.step) is unwrap(base.step) for base in _TORCH):
+        raise SettingsError(
+            f'{kind.__name__}: expected one of torch\'s own optimizers with optimizer_state="host" '
+            f"({', '.join(sorted(c.__name__ for c in _TORCH))}), found another, which may not be stepped "
+            'unit by unit; shard the model with optimizer_state="device"'
+        )
 
 
 def _why_not(base: type) -> str | None:

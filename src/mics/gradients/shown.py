@@ -141,6 +141,12 @@ class ShownGradients:
         self._plain.append((unit, index, plain))
         shard.grad = plain
 
+    def hide_plain(self) -> None:
+        """The optimizer has used what it was shown, and shall not again."""
+        for unit, index, _ in self._plain:
+            unit.shards[index].grad = None
+        self._plain = [(unit, index, None) for unit, index, _ in self._plain]
+
     def guard_again(self) -> None:
         """Put guarded gradients back in place of what an optimizer was shown."""
         for shard in self._plain_params:

@@ -6,7 +6,7 @@ agree, the optimizer sees plain pieces and updates them, and the new values go t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from mics.errors import MicsError
 from mics.gradients.agreement import Agreement, Check
 from mics.gradients.hops import Hops
+from mics.gradients.host_state import HostState
 from mics.gradients.shown import ShownGradients
 from mics.guard import plainly
 from mics.layout.order import Plans
@@ -27,15 +28,18 @@ class Step:
     def __init__(
         self,
         units: Sequence[Unit],
-        *,
         hops: Hops,
         shown: ShownGradients,
+        *,
         agreement: Agreement,
         events: Events,
         plans: Plans,
         progress: Progress,
+        host: HostState | None = None,
     ) -> None:
+        """``host``: where optimizer state is, if it is not on the device."""
         self.units = list(units)
+        self.host = host
         self.owner = shown.owner
         self._hops = hops
         self._shown = shown
@@ -43,6 +47,7 @@ class Step:
         self._events = events
         self._plans = plans
         self._progress = progress
+        self._refreshed = False  # new values have gone to all replicas, unit by unit
         self._by_name = {
             held.name: (unit, index) for unit in hops.units for index, held in enumerate(unit.spec.refs)
         }
@@ -97,18 +102,31 @@ class Step:
         self.guard_again()
         for check in self.checks:
             check.count_step()
-        units = self._in_forward_order({id(unit): unit for unit, _ in members}.values())
+        units = self.in_forward_order(members)
         self._events.tell(Event(What.STEP_ENDS, units=units))
-        for batch in self._hops.batches(units):
-            refresh_together(batch)
+        if not self._refreshed:
+            for batch in self._hops.batches(units):
+                refresh_together(batch)
+        self._refreshed = False
         self._events.tell(Event(What.REFRESHED, units=units))
+
+    def update(self, members: Sequence[tuple[Unit, int]], update: Callable[[Unit], bool]) -> None:
+        """Between begin and end: have each unit updated, and send its new values on their way.
+
+        ``update`` says whether it has brought them to ``param_shard``.
+        """
+        for batch in self._hops.batches(self.in_forward_order(members)):
+            refresh_together(batch, carried=[unit for unit in batch if update(unit)])
+        self._refreshed = True
+        self._shown.hide_plain()
 
     def guard_again(self) -> None:
         """Put guarded gradients back in place of what an optimizer was shown."""
         self._shown.guard_again()
 
-    def _in_forward_order(self, units: Iterable[Unit]) -> list[Unit]:
-        """As the last forward needed them: so do the next one's gathers."""
+    def in_forward_order(self, members: Iterable[tuple[Unit, int]]) -> list[Unit]:
+        """Units as the last forward needed them: so do the next one's gathers."""
+        units = {id(unit): unit for unit, _ in members}.values()
         order = {index: position for position, index in reversed(list(enumerate(self._plans.latest())))}
         return sorted(units, key=lambda unit: order.get(unit.spec.index, len(order)))
 
@@ -135,6 +153,6 @@ class Step:
             gradients = self._shown.of(unit)
             gradients.note_used(self._shown.adopt_assigned(unit, self._hops.finish))
             self._shown.leave_cleared(unit)
-            gradients.add_local(index, gradient)
+            gradients.add_local(index, gradient.to(unit.device))  # of a master in host memory
         self._shown.show(unit)
         self._hops.note_change()

@@ -3,6 +3,7 @@
 from mics.guard.initialisers import guard_initialisers
 from mics.guard.layout import Layout, Part, ShardOwner
 from mics.guard.tensors import (
+    HostTensor,
     ShardGrad,
     ShardParameter,
     ShardTensor,
@@ -15,6 +16,7 @@ from mics.guard.tensors import (
 )
 
 __all__ = [
+    "HostTensor",
     "Layout",
     "Part",
     "ShardGrad",

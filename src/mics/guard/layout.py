@@ -97,6 +97,7 @@ class ShardOwner:
     members: Collectives  # of all ranks that hold pieces
     device: torch.device  # where these collectives run
     gradients_needed: list[Callable[[], None]] = field(default_factory=list)
+    host_needed: list[Callable[[], None]] = field(default_factory=list)
     gradient_came: list[Callable[[str, Tensor], None]] = field(default_factory=list)
 
     @property
@@ -106,6 +107,11 @@ class ShardOwner:
     def synchronize(self) -> None:
         """Somebody looks at gradients: have them summed over all ranks."""
         for hear in self.gradients_needed:
+            hear()
+
+    def settle_host(self) -> None:
+        """Somebody looks at values in host memory: have what is on its way arrive."""
+        for hear in self.host_needed:
             hear()
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:

@@ -24,6 +24,7 @@ from mics.utils.tensor_trees import put_together, take_apart
 
 P = ParamSpec("P")
 R = TypeVar("R")
+P_ = TypeVar("P_", bound="ShardParameter")
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which pieces are plain tensors: for our own code, which knows that they are pieces."""
@@ -83,16 +84,18 @@ class ShardTensor(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's elements as a plain tensor, in the same memory: ``[n, 1, ...]`` of the flat order."""
-        self._prepare()
+        values = self.current()
+        values._prepare()
         with plainly():
-            return self.detach().as_subclass(Tensor)
+            return values.detach().as_subclass(Tensor)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank. All ranks must call it: one all-reduce of its size."""
-        self._prepare()
+        values = self.current()
+        values._prepare()
         owner, layout = self._owner(), self.shard_layout
         with plainly(), torch.no_grad():
-            local = self.detach().as_subclass(Tensor).reshape(-1)
+            local = values.detach().as_subclass(Tensor).reshape(-1)
             pieces = []
             for part in layout.parts:
                 whole = local.new_zeros(part.whole_numel)
@@ -148,7 +151,7 @@ class ShardTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with plainly():
-            local = repr(self.detach().as_subclass(Tensor))
+            local = repr(self.current().detach().as_subclass(Tensor))
         layout = self.shard_layout
         return (
             f"{type(self).__name__}({local}, this rank's {layout.local_numel:,} of {layout.whole_numel:,} "
@@ -165,11 +168,12 @@ class ShardTensor(Tensor):
         return super().as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
-        self._prepare()
+        values = self.current()
+        values._prepare()
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         with plainly():
-            copied = self.detach().as_subclass(Tensor).clone()
+            copied = values.detach().as_subclass(Tensor).clone()
         memo[id(self)] = found = ShardTensor.guard(copied, self.shard_layout, self.shard_owner)
         return found
 
@@ -183,7 +187,7 @@ class ShardTensor(Tensor):
             return _get(func, args)
         if name in _DESCRIBE:
             with plainly():
-                return func(*args, **kwargs)
+                return func(*_described(name, args), **kwargs)
         pieces = list(pieces_in((args, kwargs)))
         if not pieces:  # it came with a list that has none
             with plainly():
@@ -202,8 +206,11 @@ class ShardTensor(Tensor):
             piece.current().check_kept()
         for piece in pieces:
             piece.current()._prepare()
-        if any(piece.became is not None for piece in pieces):
-            args, kwargs = _with_gradients(args, kwargs)
+        if any(piece.current() is not piece for piece in pieces):
+            args, kwargs = _with_current(args, kwargs)
+            pieces = list(pieces_in((args, kwargs)))
+        if any(map(_is_away, pieces)):
+            args, kwargs = _on_one_device(name, args, kwargs)
             pieces = list(pieces_in((args, kwargs)))
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, pieces[0], args)
@@ -227,11 +234,49 @@ class ShardParameter(ShardTensor, nn.Parameter):
     @staticmethod
     def of(piece: Tensor, layout: Layout, owner: ref[ShardOwner], *, trainable: bool) -> ShardParameter:
         """A parameter whose memory is ``piece``."""
-        param: Any = Tensor._make_subclass(ShardParameter, piece, trainable)
+        return ShardParameter._made(ShardParameter, piece, layout, owner, trainable)
+
+    @staticmethod
+    def standing_for(values: Tensor, at: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardParameter:
+        """A parameter that is trained, in the place of ``values`` on the host. ``at`` has its shape."""
+        param = ShardParameter._made(ShardParameter, at, layout, owner, True)
+        param.on_host = ShardParameter._made(HostParameter, values, layout, owner, True)
+        return param
+
+    @staticmethod
+    def _made(kind: type[P_], piece: Tensor, layout: Layout, owner: ref[ShardOwner], trainable: bool) -> P_:
+        param: Any = Tensor._make_subclass(kind, piece, trainable)
         param.shard_layout, param.shard_owner, param.shard_trainable = layout, owner, trainable
         return param  # type: ignore[no-any-return]
 
     shard_trainable: bool  # whether there is room for its gradient
+    on_host: HostParameter | None = None  # has its values, where this one only stands for them
+
+    def current(self) -> ShardTensor:
+        """Where its values are."""
+        values = self.on_host
+        if values is None:
+            return self
+        with plainly():
+            if values.requires_grad != self.requires_grad:
+                values.requires_grad_(self.requires_grad)
+        return values
+
+
+class HostTensor(ShardTensor):
+    """This rank's piece of optimizer state, in host memory. Copies to it may be under way."""
+
+    def _prepare(self) -> None:
+        _settle_host(self)
+
+
+class HostParameter(ShardParameter):
+    """The values of a parameter whose master is in host memory. Modules and optimizers hold another one,
+    without memory, on the device: users find its device, and its gradient, where they expect them.
+    """
+
+    def _prepare(self) -> None:
+        _settle_host(self)
 
 
 class ShardGrad(ShardTensor):
@@ -282,7 +327,7 @@ def norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     the parameters: ``mics.norms(model.parameters()).square().sum()`` is an L2 penalty,
     ``mics.norms(model.parameters(), 1).sum()`` an L1 penalty. All ranks must call it.
     """
-    found = list(tensors)
+    found = [each.current() if isinstance(each, ShardTensor) else each for each in tensors]
     pieces = list(pieces_in(found))
     if not found:
         raise SettingsError("mics.norms: expected tensors, found none")
@@ -311,8 +356,64 @@ def pieces_in(value: Any) -> Iterator[ShardTensor]:
 # -- inside -----------------------------------------------------------------------------------------
 
 
-def _with_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments with gradients in place of what the user assigned for them."""
+def _described(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a function that describes a piece: of its memory, but for the device."""
+    here = isinstance(args[0], ShardParameter) and name != "get_device"
+    return (args[0].current(), *args[1:]) if here else args
+
+
+def _settle_host(piece: ShardTensor) -> None:
+    owner = piece.shard_owner()
+    if owner is not None:
+        owner.settle_host()
+
+
+def _is_away(piece: ShardTensor) -> bool:
+    """Whether it is in host memory, of a model on a device."""
+    root = piece if piece._root is None else piece._root
+    owner = piece.shard_owner() if isinstance(root, HostTensor | HostParameter) else None
+    return owner is not None and owner.device.type != "cpu"
+
+
+def _on_one_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments with copies of pieces in host memory for what is on the device, or the other way round.
+
+    What is written to stays where it is. The others come to it, or to the device. What is copied to the host
+    is a copy there, too, as it is of any tensor on the device.
+    """
+    if name == "copy_":
+        return args, kwargs
+    if name in ("cpu", "to"):
+        with plainly():
+            copied = args[0].clone().as_subclass(Tensor)
+        return (ShardTensor.guard(copied, args[0].shard_layout, args[0].shard_owner), *args[1:]), kwargs
+    rest, tensors = take_apart((args, kwargs))
+    with plainly():
+        devices = [tensor.device for tensor in tensors if tensor.dim()]
+    if len(set(devices)) < 2:
+        return args, kwargs
+    written = kwargs.get("out", tensors[0]) if _is_write(None, name, kwargs) else None
+    with plainly():
+        on_device = next(each for each in devices if each.type != "cpu")
+        target = written.device if isinstance(written, Tensor) else on_device
+    return put_together(rest, [_moved(tensor, target) for tensor in tensors])
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    with plainly():
+        if not tensor.dim() or tensor.device == device:
+            return tensor
+    if not isinstance(tensor, ShardTensor):
+        return tensor.to(device)
+    enters = isinstance(tensor, ShardParameter) and torch.is_grad_enabled() and _needs_grad(tensor)
+    entry = _enter(tensor) if enters and isinstance(tensor, ShardParameter) else tensor
+    with plainly():
+        moved = entry.to(device).as_subclass(Tensor)
+    return ShardTensor.guard(moved, tensor.shard_layout, tensor.shard_owner)
+
+
+def _with_current(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments with gradients in place of what the user assigned for them, and values of parameters."""
     rest, tensors = take_apart((args, kwargs))
     return put_together(
         rest, [tensor.current() if isinstance(tensor, ShardTensor) else tensor for tensor in tensors]
@@ -334,6 +435,7 @@ def _get(func: Any, args: tuple[Any, ...]) -> Any:
     piece: ShardTensor = args[0]
     attribute = func.__self__
     if attribute is Tensor.data:
+        piece = piece.current()
         piece._prepare()
         with plainly():
             # Unlike ``.data`` it counts edits together with the parameter: they reach all copies.
@@ -344,8 +446,9 @@ def _get(func: Any, args: tuple[Any, ...]) -> Any:
         result = func(*args)
     if not isinstance(result, Tensor) or isinstance(result, ShardTensor) or attribute in _OF_THE_GRAPH:
         return result
+    piece = piece.current()
     piece._prepare()
-    return _watch(func, attribute.__name__, [piece], args, {})
+    return _watch(func, attribute.__name__, [piece], (piece, *args[1:]), {})
 
 
 def _set(func: Any, target: Tensor, value: Any) -> None:
@@ -366,13 +469,15 @@ def _set(func: Any, target: Tensor, value: Any) -> None:
 
 
 def _write_data(target: ShardTensor, value: Tensor) -> None:
+    shown, target = target, target.current()
+    value = value.current() if isinstance(value, ShardTensor) else value
     for piece in pieces_in([target, value]):
         piece._prepare()
     layout = target.shard_layout
     with plainly(), torch.no_grad():
-        if value.dtype is not target.dtype or value.device != target.device:
+        if value.dtype is not target.dtype or value.device not in (target.device, shown.device):
             raise MicsError(
-                f"{layout.label}: expected data of format {target.dtype} on {target.device}, found "
+                f"{layout.label}: expected data of format {target.dtype} on {shown.device}, found "
                 f"{value.dtype} on {value.device}; do not call model.to(), .half() or .float() after "
                 "mics.shard(): choose formats with mics.shard(model, precision=mics.Precision(...))"
             )

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from mics.activations.policy import Activations
 from mics.api import shard
-from mics.config import OptimizerSharding
+from mics.config import OptimizerSharding, OptimizerState
 from mics.errors import SettingsError
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
@@ -33,6 +33,7 @@ class MicsConfig:
     mesh: DeviceMesh | None = None
     hierarchical: Literal["auto"] | bool = "auto"
     optimizer_sharding: OptimizerSharding = "world"
+    optimizer_state: OptimizerState = "device"
     precision: Precision | None = None
     prefetch: Literal["auto"] | int | Prefetch = "auto"
     activations: Activations | None = None

@@ -71,6 +71,8 @@ def _arguments(setting: Setting) -> list[str]:
     found += _precision(setting)
     if not setting.over_replicas:
         found.append('optimizer_sharding="partition"')
+    if setting.state_on_host:
+        found.append('optimizer_state="host"')
     if setting.prefetch is not None:
         found.append(f"prefetch={setting.prefetch}")
     return found

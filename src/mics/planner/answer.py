@@ -184,6 +184,8 @@ def _what_would_do(request: Request, lack: Shortage) -> str:
         changed = "" if batch == request.global_batch else f" with a global batch of {batch:,} sequences"
         return f"{plural(larger.cluster.num_nodes, 'node')} of {request.cluster.name} would do{changed}"
     if lack.what == "host memory":
+        if request.state_on_host:
+            return "no number of such nodes would do: leave out --optimizer-state host"
         return "no number of such nodes would do, because of offloaded activations: shorten --seq"
     term, nbytes = largest_term(request)
     shorter = term in ("activations", "logits or workspace")
@@ -225,7 +227,7 @@ def as_dict(found: Answer) -> dict[str, Any]:
 
 def _system(name: str, choice: Choice) -> dict[str, Any]:
     """A system at its best."""
-    left_out = ("memory", "two_stage", "prefetch", "optimizer_sharding")
+    left_out = ("memory", "two_stage", "prefetch", "optimizer_sharding", "optimizer_state")
     return {"about": SYSTEMS[name].about} | {
         key: value for key, value in _choice(choice).items() if key not in left_out
     }
@@ -253,6 +255,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "accumulation": setting.accumulation,
         "activations": str(setting.activations),
         "optimizer_sharding": "world" if setting.over_replicas else "partition",
+        "optimizer_state": "host" if setting.state_on_host else "device",
         "two_stage": setting.two_stage,
         "prefetch": setting.depth,
         "units_of_a_block": setting.model.parts,

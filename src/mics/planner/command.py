@@ -89,6 +89,8 @@ class PlanConfig:
     """Tokens per sequence; unset: the model's usual length."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients in communication."""
+    optimizer_state: Literal["device", "host"] = "device"
+    """Where masters and optimizer state are between steps; host: 12 bytes per parameter less on the GPU."""
     kernels: Kernels = "current"
     """Whose kernels compute. 2022: unfused attention and slower matrices, as in the published results."""
     memory_gib: float | None = None
@@ -225,6 +227,7 @@ def _request(
         wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
         memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
         kernels=config.kernels,
+        state_on_host=config.optimizer_state == "host",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mics.cost.collectives import Kind
+from mics.cost.memory import NUM_STAGED
 from mics.cost.setting import Setting
 from mics.cost.shapes import UnitShape
 from mics.layout.order import staying_units
@@ -146,19 +147,42 @@ class Issuer:
         if not style.hides_boundary:
             after = [self._hop2(unit, after[-1]) for unit in reversed(self.units)] or after
         owners = setting.partition_size * (setting.num_replicas if self.spreads_masters else 1)
+        if setting.state_on_host:
+            self._update_from_host(after, owners)
+            return
         seconds = setting.device.update_seconds(setting.model.num_parameters / owners)
         update = self.program.compute("optimizer", seconds, after)
         self.computed.append(update)
         if style.keeps_parameters and not self.alone:
             self._refresh_all(update)
-        if self.spreads_masters and setting.num_replicas > 1:
-            for index, unit in enumerate(self.units):
-                if unit.numel:
-                    nbytes = setting.param_nbytes * unit.numel / setting.partition_size
-                    price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
-                    self.refreshed[index] = self.program.transfer(
-                        "replicas", f"new {unit.name}", price, [update]
-                    )
+        for index, unit in enumerate(self.units):
+            self._refresh(index, unit, update)
+
+    def _update_from_host(self, after: Sequence[Task], owners: int) -> None:
+        """Unit by unit: its state comes from the host, and goes back while the next is updated."""
+        backward = self.computed[-1]
+        stored: list[Task] = []
+        for index, unit in enumerate(self.units):
+            if not unit.numel:
+                continue
+            copy_seconds = self.costs.state_seconds(unit)
+            # The first ones come beside hop 2; the others to the memory that one before has left.
+            room = backward if len(stored) < NUM_STAGED else stored[-NUM_STAGED]
+            came = self.program.copy("from host", f"state of {unit.name}", copy_seconds, [room])
+            seconds = self.setting.device.update_seconds(unit.numel / owners)
+            update = self.program.compute("optimizer", seconds, [*after, came])
+            self.computed.append(update)
+            self._refresh(index, unit, update)
+            stored.append(self.program.copy("to host", f"state of {unit.name}", copy_seconds, [update]))
+        self.computed.append(self.program.compute("wait", 0.0, stored[-1:]))  # its memory is used next
+
+    def _refresh(self, index: int, unit: UnitShape, update: Task) -> None:
+        """New parameters of a unit for the other replicas."""
+        setting = self.setting
+        if unit.numel and self.spreads_masters and setting.num_replicas > 1:
+            nbytes = setting.param_nbytes * unit.numel / setting.partition_size
+            price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
+            self.refreshed[index] = self.program.transfer("replicas", f"new {unit.name}", price, [update])
 
     def _refresh_all(self, update: Task) -> None:
         """New parameters, bucket by bucket; the next forward begins with the last of them."""

@@ -76,6 +76,8 @@ def _sharding(setting: Setting) -> dict[str, Any]:
         "optimizer_sharding": "world" if setting.over_replicas else "partition",
         "activations": "offload" if kept.offload else "checkpoint" if kept.checkpoint else "keep",
     }
+    if setting.state_on_host:
+        found["optimizer_state"] = "host"
     if setting.cluster.name in PRESETS:
         found["cluster"] = setting.cluster.name
     short = _SHORT[formats_of(setting.cluster.gpu)[0]]

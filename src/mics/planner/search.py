@@ -72,6 +72,7 @@ class Request:
     memory_nbytes: float | None = None
     """Of one device; None: the cluster's."""
     kernels: Kernels = "current"
+    state_on_host: bool = False
 
     def __post_init__(self) -> None:
         divided_batch(AskedBatch(sequences=self.global_batch), self.model, self.cluster)
@@ -207,6 +208,7 @@ def _settings(
             wire_nbytes=request.wire_nbytes,
             prefetch=prefetch,
             fused=request.kernels == "current",
+            state_on_host=request.state_on_host,
         )
 
 
@@ -307,7 +309,7 @@ def _with_whole_masters(request: Request, found: Prediction) -> Prediction:
     """
     setting = found.setting
     whole = replace(setting, over_replicas=False)
-    if not request.fits(whole.need()) or not whole_masters_pay(setting):
+    if setting.state_on_host or not request.fits(whole.need()) or not whole_masters_pay(setting):
         return found
     return predict_quickly(whole, found.system)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mics.cost.auto import Turn, exchange_pays, stage_costs
 from mics.cost.collectives import Cost, Kind, cost
+from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES
 from mics.cost.setting import Setting
 from mics.cost.shapes import UnitShape
 
@@ -33,6 +34,15 @@ class StepCosts:
         if not setting.activations.offload or unit.kind != "block" or not setting.cluster.host_bandwidth:
             return 0.0
         return unit.input_numel * setting.tokens * setting.param_nbytes / setting.cluster.host_bandwidth
+
+    def state_seconds(self, unit: UnitShape) -> float:
+        """Of the copy of a unit's masters and optimizer state from the host, or back."""
+        setting = self._setting
+        if not setting.cluster.host_bandwidth:
+            return 0.0
+        masters = MASTER_NBYTES if setting.param_nbytes < MASTER_NBYTES else 0
+        nbytes = unit.numel * (masters + ADAM_NBYTES) / setting.division.num_owners
+        return nbytes / setting.cluster.host_bandwidth
 
     def moves(self, kind: Kind, nbytes: float) -> list[tuple[str, Cost]]:
         """A gather or a reduction inside the partition group, by stage: (link, cost)."""

@@ -120,6 +120,7 @@ class SimulatedSystem:
             partition_size=setting.cluster.world_size if self.over_the_world else setting.partition_size,
             hierarchical=setting.hierarchical and not self.flat,
             prefetch=setting.prefetch if self.prefetch is None else self.prefetch,
+            state_on_host=setting.state_on_host and self.style.spreads_masters,
         )
 
     def need(self, setting: Setting) -> Terms:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mics.sharding.host_memory import HostPool
+
 
 @dataclass(frozen=True, eq=False)
 class Reserved:
@@ -31,10 +33,11 @@ class Reserved:
 
 
 class Contiguous:
-    """One buffer for each format, on one device."""
+    """One buffer for each format, on one device, or on the host in memory of ``pool``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pool: HostPool | None = None) -> None:
         self._device = device
+        self._pool = pool
         self._ends: dict[torch.dtype, int] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._was_released = False
@@ -49,6 +52,9 @@ class Contiguous:
 
     def buffer(self, dtype: torch.dtype) -> Tensor:
         """The whole buffer of a format."""
+        if dtype not in self._buffers and self._pool is not None:
+            taken = self._pool.take(self._ends[dtype] * dtype.itemsize, "masters")
+            self._buffers[dtype] = taken.zero_().view(dtype)
         if dtype not in self._buffers:
             make = torch.empty if self._was_released else torch.zeros
             self._buffers[dtype] = make(self._ends[dtype], dtype=dtype, device=self._device)

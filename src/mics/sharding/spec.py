@@ -31,6 +31,8 @@ class UnitSpec:
     """The format of hop 2 on the wire."""
     casts_masters: bool = False
     """Gathers cast the masters on their way: the chunk in the param format is no memory of its own."""
+    state_on_host: bool = False
+    """Optimizer state is in host memory, and so are masters that are memory of their own."""
 
     @property
     def label(self) -> str:
@@ -41,6 +43,11 @@ class UnitSpec:
     def has_masters(self) -> bool:
         """Whether the masters are memory of their own: they are not where the formats agree."""
         return self.trainable and self.master_dtype is not self.param_dtype
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether the masters are in host memory: what gathers read never is."""
+        return self.state_on_host and self.has_masters
 
     @property
     def hop_1(self) -> Codec:

@@ -8,7 +8,8 @@ Tensors of a unit of ``numel`` elements (padding included) on one rank, with p c
                                                      where they cast it on the way)
     master       [numel/p/R]        master format    what the optimizer updates ([numel/p] if it is not
                                                      sharded over replicas); the very memory of
-                                                     ``param_shard`` where the formats agree
+                                                     ``param_shard`` where the formats agree; in host memory
+                                                     with ``optimizer_state="host"`` where they do not
     gradients    [numel/p]          master format    hop 1 adds every micro-step to it (gradients/shards.py)
     whole.flat   [numel]            param format     the gathered parameters; at its home in the arena, or in
                                                      memory of its own that comes and goes
@@ -17,10 +18,9 @@ Tensors of a unit of ``numel`` elements (padding included) on one rank, with p c
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn as nn
@@ -30,9 +30,11 @@ from mics.comm.journal import in_call
 from mics.comm.lanes import DONE, Ticket
 from mics.comm.world import UnitGroups
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
-from mics.guard import ShardOwner, ShardParameter, plainly
+from mics.guard import ShardOwner, plainly
 from mics.sharding.contiguous import Contiguous
 from mics.sharding.held import HeldParameters
+from mics.sharding.host_memory import HostPool
+from mics.sharding.masters import Masters
 from mics.sharding.spec import Share, UnitSpec, label_of
 from mics.sharding.whole import WholeParameters
 
@@ -48,9 +50,12 @@ class State(enum.Enum):
 class UnitMemory:
     """The memory of all units' shards on one rank: a buffer for each purpose."""
 
-    def __init__(self, specs: Sequence[UnitSpec], share: Share, device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[UnitSpec], share: Share, device: torch.device, *, pool: HostPool | None = None
+    ) -> None:
+        """``pool``: of host memory, for the masters."""
         self.device = device
-        params, masters = Contiguous(device), Contiguous(device)
+        params, masters = Contiguous(device), Contiguous(device, pool=pool)
         self.param_parts = {
             spec.index: params.reserve(spec.param_dtype, spec.layout.chunk_numel)
             for spec in specs
@@ -87,16 +92,14 @@ class Unit:
         self.refreshed_at: Ticket = DONE  # the last refresh: writes ``param_shard``
 
         if spec.casts_masters:
-            self.master = self.param_shard = self._own_params = memory.master_parts[spec.index].tensor()
+            master = self.param_shard = self._own_params = memory.master_parts[spec.index].tensor()
         else:
             self.param_shard = memory.param_parts[spec.index].tensor()
             self._own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
-            self.master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
+            master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
         self.layouts = share.layouts_of(spec)  # which elements each of ``shards`` holds
-        self.shards: list[ShardParameter] = [
-            ShardParameter.of(view, layout, ref(owner), trainable=spec.trainable)
-            for view, layout in zip(self.views_of(self.master), self.layouts, strict=True)
-        ]
+        self.masters = Masters(master, spec, share, device=self.device, owner=owner)
+        self.shards = self.masters.shards
         given = self.param_shard if groups.gather.size == 1 else None
         self.whole = WholeParameters(spec, self.device, given=given)
         for old, shard, full in zip(spec.refs, self.shards, self.whole.params, strict=True):
@@ -104,6 +107,11 @@ class Unit:
             shard.__dict__.update(old.param.__dict__)
             full.__dict__.update(old.param.__dict__)
         self.held = HeldParameters(spec, self)
+
+    @property
+    def master(self) -> Tensor:
+        """What the optimizer updates."""
+        return self.masters.flat
 
     @property
     def gathered(self) -> bool:
@@ -145,8 +153,7 @@ class Unit:
 
     def num_edits(self) -> int:
         """A number that grows with every write to the masters."""
-        with plainly():
-            return sum(shard._version for shard in self.shards)
+        return self.masters.num_edits()
 
     def masters_changed(self) -> bool:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
@@ -177,10 +184,7 @@ class Unit:
 
     def check_intact(self) -> None:
         """Raise if the optimizer's parameters no longer are the memory of ``master``."""
-        home = self.master.untyped_storage().data_ptr()
-        with plainly():
-            moved = any(shard.untyped_storage().data_ptr() != home for shard in self.shards)
-        if moved:
+        if not self.masters.are_intact():
             raise MicsError(
                 f"{self.spec.label}: expected its parameters where mics.shard() put them, found them "
                 "replaced, so this step "
@@ -202,7 +206,7 @@ class Unit:
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
         layout = self.spec.layout
-        chunk = masters
+        chunk = masters = masters.to(self.device)
         if self.share.masters_over_replicas:
             chunk = masters.new_empty(layout.chunk_numel)
             self.groups.replication.all_gather(chunk, masters, in_call(self.spec.label)).wait()
@@ -215,6 +219,11 @@ class Unit:
         return self.share.views_of(self.spec, masters)
 
     # -- inside -------------------------------------------------------------------------------------
+
+    def carry(self, masters: Tensor) -> None:
+        """Have new values, which an optimizer made of masters on the host, in ``param_shard``."""
+        self.settle_params()
+        self._own_params.copy_(masters)
 
     def settle_params(self) -> None:
         """Wait for the lanes: from here on the caller may write to ``param_shard``.
@@ -240,12 +249,15 @@ class Unit:
         return self.whole.flat[span.start : span.stop]
 
 
-def refresh_together(units: Sequence[Unit]) -> None:
-    """Carry the masters of several units into their ``param_shard``, by one collective over the replicas."""
+def refresh_together(units: Sequence[Unit], *, carried: Collection[Unit] = ()) -> None:
+    """Carry the masters of several units into their ``param_shard``, by one collective over the replicas.
+
+    This rank's part of those that were ``carried`` is there.
+    """
     for unit in units:
         unit.settle_params()
-        if unit._own_params is not unit.master:
-            unit._own_params.copy_(unit.master)
+        if unit._own_params is not unit.master and unit not in carried:
+            unit._own_params.copy_(unit.masters.here())
     for groups in dict.fromkeys(unit.groups for unit in units if unit.share.masters_over_replicas):
         together = [unit for unit in units if unit.groups is groups]
         # ``.data``: a version counter of its own. What lanes write to it is nobody's edit.

@@ -203,6 +203,8 @@ class ShardingSettings:
     optimizer_sharding: Literal["auto", "world", "partition"] = "world"
     """Shard optimizer state over all ranks, or over the partition group only; auto: the latter where the cost
     model says that it saves time and memory allows it."""
+    optimizer_state: Literal["device", "host"] = "device"
+    """Where master weights and optimizer state are between steps; host: in pinned memory, for some time."""
     cluster: str | None = None
     """Cluster that the cost model reckons with: a name of mics plan, or a file. MICS_CLUSTER and a
     cluster.yaml that mics calibrate left beside the settings come first; unset: what the device suggests."""

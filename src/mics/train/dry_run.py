@@ -92,6 +92,7 @@ def plan_run(config: TrainConfig) -> DryRun:
         ),
         wire_nbytes=_WIDTHS[config.sharding.reduce_dtype],
         over_replicas=config.sharding.optimizer_sharding != "partition",
+        state_on_host=config.sharding.optimizer_state == "host",
         prefetch=config.sharding.prefetch,
     )
     width = _WIDTHS.get(config.sharding.param_dtype, usual)
@@ -143,7 +144,10 @@ def _partition_size(config: TrainConfig, model: ModelShape, cluster: Cluster) ->
     size, world = config.sharding.partition_size, cluster.world_size
     if size is None:
         usable = cluster.memory_nbytes - DRIVER_NBYTES
-        found = fitting_partition(model, cluster, memory_nbytes=usable) if usable > 0 else None
+        on_host = config.sharding.optimizer_state == "host"
+        found = None
+        if usable > 0:
+            found = fitting_partition(model, cluster, memory_nbytes=usable, state_on_host=on_host)
         return found or (cluster.ranks_per_node if usable <= 0 else world)
     if world % size:
         near = ", ".join(map(str, partition_sizes(cluster)))

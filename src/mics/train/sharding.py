@@ -25,6 +25,7 @@ def shard_model(model: nn.Module, settings: ShardingSettings) -> nn.Module:
         partition_size=settings.partition_size,
         units=parts,
         optimizer_sharding=settings.optimizer_sharding,
+        optimizer_state=settings.optimizer_state,
         precision=mics.Precision(
             param_dtype=_DTYPES[settings.param_dtype],
             reduce_dtype=_DTYPES[settings.reduce_dtype] or torch.float32,
@@ -73,8 +74,10 @@ def describe_choices(model: nn.Module, settings: ShardingSettings) -> Iterator[s
     where = "all ranks" if over_all else "the partition group"
     how = "asked for" if settings.optimizer_sharding != "auto" else "by the cost model"
     kept = {"keep": "kept", "checkpoint": "recomputed", "offload": "recomputed, inputs offloaded"}
+    on_host = ", on the host" if settings.optimizer_state == "host" else ""
     yield (
-        f"optimizer state sharded over {where} ({how}); activations {kept[settings.activations]} (asked for)"
+        f"optimizer state sharded over {where} ({how}){on_host}; activations {kept[settings.activations]} "
+        "(asked for)"
     )
     yield f"{plural(len(engine.units), 'unit')} ({settings.units}); prefetch {describe_prefetch(model)}"
     if engine.device.type == "cpu" and settings.param_dtype in ("bf16", "fp16"):

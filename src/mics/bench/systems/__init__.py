@@ -14,7 +14,7 @@ from mics.bench.systems.with_deepspeed import (
 )
 from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp, build_hsdp_kept
 from mics.bench.systems.with_megatron import PACKAGE, build_megatron, build_megatron_bf16
-from mics.bench.systems.with_mics import build_mics, build_mics_partition
+from mics.bench.systems.with_mics import build_mics, build_mics_host, build_mics_partition
 from mics.bench.systems.with_zero2 import build_zero2, build_zero2_reduce
 
 _ALL: Final = (
@@ -23,6 +23,11 @@ _ALL: Final = (
         name="mics-partition",
         build=build_mics_partition,
         about="this library, optimizer state over the partition group alone, as HSDP has it",
+    ),
+    System(
+        name="mics-host",
+        build=build_mics_host,
+        about="this library, masters and optimizer state in host memory between steps",
     ),
     System(name="fsdp2", build=build_fsdp2, partition="world", about="torch fully_shard over the world"),
     System(name="hsdp", build=build_hsdp, about="torch fully_shard over partition groups, with replicas"),

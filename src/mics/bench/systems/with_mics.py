@@ -69,3 +69,5 @@ def _prefetch_of_whole(job: Job) -> mics.Prefetch | Literal["auto"]:
 
 build_mics_partition = partial(build_mics, optimizer_sharding="partition")
 """Every replica updates the whole of its shards, as HSDP does."""
+build_mics_host = partial(build_mics, optimizer_state="host")
+"""Masters and optimizer state are in host memory between steps."""

@@ -136,7 +136,10 @@ _IGNORED: Final = {
 }
 """Keys that change nothing here, and why."""
 
-_NO_OFFLOAD: Final = "parameters and optimizer state stay on the device; shard over more ranks"
+_NO_OFFLOAD: Final = "parameters stay on the device; shard over more ranks"
+_NO_STATE_OFFLOAD: Final = (
+    'optimizer state stays on the device here; mics.shard(model, optimizer_state="host") keeps it on the host'
+)
 _QUANTIZED: Final = (
     "it changes the numbers; Precision(replica_reduce_dtype=torch.bfloat16) halves bytes instead"
 )
@@ -162,8 +165,8 @@ _REFUSED: Final = {
     "bf16.check_grad_overflow": "call mics.nonfinite_units(model) in the training loop",
     "bf16.check_overflow": "call mics.nonfinite_units(model) in the training loop",
     "zero_optimization.offload_param": _NO_OFFLOAD,
-    "zero_optimization.offload_optimizer": _NO_OFFLOAD,
-    "zero_optimization.cpu_offload": _NO_OFFLOAD,
+    "zero_optimization.offload_optimizer": _NO_STATE_OFFLOAD,
+    "zero_optimization.cpu_offload": _NO_STATE_OFFLOAD,
     "zero_optimization.cpu_offload_param": _NO_OFFLOAD,
     "zero_optimization.cpu_offload_params": _NO_OFFLOAD,
     "zero_optimization.zenflow": _NO_OFFLOAD,
