@@ -12,7 +12,7 @@ import pytest
 
 from mics.data import TokenData, TokenStream
 from mics.data import shard_files as shard_files_module
-from mics.data.documents import DocumentFormat, read_documents
+from mics.data.documents import DocumentFormat, find_files, read_documents
 from mics.data.preparing import Preparing, prepare
 from mics.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_of
 from mics.errors import SettingsError
@@ -132,6 +132,7 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ("b.jsonl", b'{"text": "x"}\n{"te', r"b\.jsonl, line 2: expected JSON"),
         ("n.jsonl", b'{"text": 5}\n', r"n\.jsonl, line 1: expected text in the field 'text', found int"),
         ("s.jsonl", b'{"text": "\\ud800"}\n', r"s\.jsonl, line 1: .*'\\ud800', which is no character"),
+        ("d.jsonl", b"[" * 100_000, r"d\.jsonl, line 1: expected JSON"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
         ("nul.txt", b"a\0b", r"expected text without the byte 0"),
     ],
@@ -152,6 +153,7 @@ def test_wrong_files_are_named_and_nothing_is_left(
         ({"files": (Path("nowhere.txt"),)}, r"nowhere\.txt: expected a file or a folder that exists"),
         ({"files": ()}, "FILES: expected at least one file"),
         ({"out": FABLES.parent}, "expected a name that is free, found a folder"),
+        ({"out": FABLES}, "expected a name that is free, found a file"),
         (
             {"reading": DocumentFormat(separator="file")},
             "expected documents for training and for validation, found 1",
@@ -163,6 +165,29 @@ def test_what_cannot_be_prepared_is_named(changed: dict[str, Any], expected: str
     with pytest.raises(SettingsError, match=expected):
         prepare(Preparing(**given), BytesTokenizer())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_column_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    """Writers of other programs do not check what they call a string."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    _, lengths, content = pyarrow.array([b"good", b"gr\xfcn"], type=pyarrow.binary()).buffers()
+    column = pyarrow.StringArray.from_buffers(2, lengths, content)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(
+        SettingsError, match=r"a\.parquet: expected text in UTF-8 in the column 'text', found"
+    ):
+        list(read_documents(tmp_path / "a.parquet", DocumentFormat()))
+
+
+def test_hidden_files_of_a_folder_are_no_text(tmp_path: Path) -> None:
+    """Those of git, of downloads, of file browsers; one that is named is read."""
+    for name in ("a.txt", ".hidden.txt", ".git/b.txt", "in/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert [file.name for file in find_files([tmp_path])] == ["a.txt", "c.txt"]
+    assert [file.name for file in find_files([tmp_path / ".hidden.txt"])] == [".hidden.txt"]
 
 
 def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:
