@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mics.data.index import SpecialTokens, digest_of
+from mics.data.index import BYTES, TOKENIZER_FILE, SpecialTokens, digest_of
 from mics.data.token_data import TokenData
 from mics.errors import SettingsError
 from mics.utils.extras import require
@@ -19,8 +19,6 @@ from mics.utils.extras import require
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
-BYTES: Final = "bytes"
-TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _COPIED: Final = (
     TOKENIZER_FILE,
@@ -102,16 +100,8 @@ class FileTokenizer:
     """A tokenizer.json, with the files that stand beside it."""
 
     def __init__(self, file: Path, *, end_of_text: str | None = None) -> None:
-        require("data", f"the tokenizer {file}")
-        from tokenizers import Tokenizer as Library
-
         self._file = file
-        try:
-            self._library: _Library = Library.from_file(str(file))
-        except Exception as error:  # it raises Exception itself
-            raise SettingsError(
-                f"{file}: expected a tokenizer.json of the tokenizers library, found: {error}"
-            ) from None
+        self._library = _read(file)
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True  # a text that spells <s> has no <s>
@@ -178,6 +168,25 @@ class FileTokenizer:
                 self._names[role] = name
                 return int(found)
         return None
+
+
+def different_token(file: Path, other: Path) -> str | None:
+    """The first token that two tokenizer.json have different numbers for; None: there is none."""
+    ours, theirs = (_read(each).get_vocab(with_added_tokens=True) for each in (file, other))
+    different = (token for token, number in ours.items() if theirs.get(token, number) != number)
+    return min(different, key=ours.__getitem__, default=None)
+
+
+def _read(file: Path) -> _Library:
+    require("data", f"the tokenizer {file}")
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_file(str(file))
+    except Exception as error:  # it raises Exception itself
+        raise SettingsError(
+            f"{file}: expected a tokenizer.json of the tokenizers library, found: {error}"
+        ) from None
 
 
 def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
