@@ -59,7 +59,7 @@ def test_lines_that_find_a_full_disk_are_no_reason_to_end(
     with history.recording(_config(tmp_path, "none"), ME):
         assert history._file is not None
         history._file.close()
-        history._file = Path("/dev/full").open("a")
+        history._file = Path("/dev/full").open("a")  # noqa: SIM115
         history.add_validation(4, 3.5)
     assert history.validations == [(4, 3.5)]
     assert [record.getMessage() for record in caplog.records] == [

@@ -211,7 +211,8 @@ def _check_vocabularies(folders: Sequence[TokenData], *, vocab_size: int) -> Non
         if 0 < vocab_size < each.index.vocab_size:  # 0: a model that does not say
             raise SettingsError(
                 f"data.shards {each.folder}: expected a vocabulary of at most the model's {vocab_size:,} "
-                f"tokens, found {each.index.vocab_size:,}; set model.vocab_size to that or more"
+                f"tokens, found {each.index.vocab_size:,}; set model.vocab_size, or vocab_size in the "
+                "model's config, to that or more"
             )
         if each.index.tokenizer != first.index.tokenizer:
             raise SettingsError(
