@@ -134,7 +134,8 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ("s.jsonl", b'{"text": "\\ud800"}\n', r"s\.jsonl, line 1: .*'\\ud800', which is no character"),
         ("d.jsonl", b"[" * 100_000, r"d\.jsonl, line 1: expected JSON"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
-        ("nul.txt", b"a\0b", r"expected text without the byte 0"),
+        ("nul.txt", b"a\0b", r"expected text without the bytes 0 and 4, which are special, found 0"),
+        ("eot.txt", b"a\4b", r"expected text without the bytes 0 and 4, which are special, found 4"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value and "\\" not in value else "",
 )

@@ -82,10 +82,11 @@ class BytesTokenizer:
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
         for text in texts:
-            if "\0" in text:
+            found = next((number for number in self.special.all_ids if chr(number) in text), None)
+            if found is not None:
                 raise SettingsError(
-                    f"--tokenizer bytes: expected text without the byte 0, found it in {text[:40]!r}; use "
-                    "another tokenizer, or leave that file out"
+                    f"--tokenizer bytes: expected text without the bytes 0 and 4, which are special, found "
+                    f"{found} in {text[:40]!r}; use another tokenizer, or leave that file out"
                 )
         return [np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(dtype) for text in texts]
 
