@@ -14,7 +14,8 @@ from mics.data import TokenData, TokenStream
 from mics.data import shard_files as shard_files_module
 from mics.data.documents import DocumentFormat, find_files, read_documents
 from mics.data.preparing import Preparing, prepare
-from mics.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_of
+from mics.data.tokenizer import BytesTokenizer, frame_file, load_tokenizer, tokenizer_of
+from mics.data.training_tokenizer import train_tokenizer
 from mics.errors import SettingsError
 from tests.data.folders import FABLES, read
 
@@ -221,6 +222,21 @@ def test_the_end_of_text_that_was_named_goes_with_the_shards(tmp_path: Path, tok
     assert tokenizer_of(TokenData.open(tmp_path / "shards")).special == tokenizer.special
     copied = json.loads((tmp_path / "shards" / "tokenizer" / "tokenizer_config.json").read_text())
     assert copied == {"model_max_length": 8, "eos_token": "STOP"}
+
+
+def test_an_exported_tokenizer_frames_texts_as_training_did(tmp_path: Path) -> None:
+    """One that was made for causal models serves a masked one; one that has a frame keeps it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    train_tokenizer((FABLES,), tmp_path / "a", vocab_size=270, reading=DocumentFormat(), objective="causal")
+    file = tmp_path / "a" / "tokenizer.json"
+    special = load_tokenizer(str(file)).special
+    assert tokenizers.Tokenizer.from_file(str(file)).encode("There").ids[0] != special.begin
+    frame_file(file, special)
+    ids = tokenizers.Tokenizer.from_file(str(file)).encode("There").ids
+    assert (ids[0], ids[-1]) == (special.begin, special.end_of_text)
+    framed = file.read_bytes()
+    frame_file(file, special)
+    assert file.read_bytes() == framed
 
 
 def test_a_text_cannot_spell_special_tokens(tokenizer_folder: Path) -> None:

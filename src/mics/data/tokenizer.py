@@ -204,6 +204,26 @@ def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     return FileTokenizer(file, end_of_text=end_of_text)
 
 
+def frame_texts(library: _Library, *, begin: str, end: str) -> None:
+    """Have the library put each text between two tokens, as masked language models are trained."""
+    from tokenizers import processors
+
+    pairs = [(name, library.token_to_id(name)) for name in (begin, end)]
+    library.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", pair=f"{begin} $A {end} {end} $B {end}", special_tokens=pairs
+    )
+
+
+def frame_file(file: Path, special: SpecialTokens) -> None:
+    """The same in a tokenizer.json that does nothing of its own with a text."""
+    library = _read(file)
+    if library.post_processor is not None or special.begin is None:
+        return
+    begin, end = (str(library.id_to_token(number)) for number in (special.begin, special.end_of_text))
+    frame_texts(library, begin=begin, end=end)
+    file.write_text(library.to_str(pretty=True), encoding="utf-8")
+
+
 def tokenizer_of(data: TokenData) -> Tokenizer:
     """The one that a folder of shards was prepared with."""
     folder = data.tokenizer_folder
