@@ -121,7 +121,7 @@ COMMANDS: Final = {
         summary="what a training run will cost, how to split it and whether it fits, before renting",
         run=_plan,
     ),
-    "train": Command(summary="train a GPT on a text; starts its own ranks if no launcher did", run=_train),
+    "train": Command(summary="train a language model; starts its own ranks if no launcher did", run=_train),
 }
 
 

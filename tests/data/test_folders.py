@@ -48,6 +48,21 @@ def test_another_array_of_the_same_size_is_named(copied: Path) -> None:
         TokenData.open(copied).stream("train")
 
 
+def test_the_tokenizer_belongs_to_the_shards(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a trained model would be sampled and exported with another, or with none."""
+    file = copied / "tokenizer" / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(SettingsError, match=r"tokenizer\.json: expected the digest .* not prepared with it"):
+        TokenData.open(copied)
+    shutil.rmtree(file.parent)
+    with pytest.raises(
+        SettingsError, match=r"tokenizer\.json: expected the tokenizer of these shards, found"
+    ):
+        TokenData.open(copied)
+    assert main(["data", "verify", str(copied)]) == 2
+    assert "tokenizer.json: expected the tokenizer of these shards" in capsys.readouterr().err
+
+
 def test_verify_finds_a_changed_byte(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "verify", str(copied)]) == 0
     assert "every byte is what was written" in capsys.readouterr().out

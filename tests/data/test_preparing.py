@@ -12,9 +12,10 @@ import pytest
 
 from mics.data import TokenData, TokenStream
 from mics.data import shard_files as shard_files_module
-from mics.data.documents import DocumentFormat, read_documents
+from mics.data.documents import DocumentFormat, find_files, read_documents
 from mics.data.preparing import Preparing, prepare
-from mics.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_of
+from mics.data.tokenizer import BytesTokenizer, frame_file, load_tokenizer, tokenizer_of
+from mics.data.training_tokenizer import train_tokenizer
 from mics.errors import SettingsError
 from tests.data.folders import FABLES, read
 
@@ -132,8 +133,10 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ("b.jsonl", b'{"text": "x"}\n{"te', r"b\.jsonl, line 2: expected JSON"),
         ("n.jsonl", b'{"text": 5}\n', r"n\.jsonl, line 1: expected text in the field 'text', found int"),
         ("s.jsonl", b'{"text": "\\ud800"}\n', r"s\.jsonl, line 1: .*'\\ud800', which is no character"),
+        ("d.jsonl", b"[" * 100_000, r"d\.jsonl, line 1: expected JSON"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
-        ("nul.txt", b"a\0b", r"expected text without the byte 0"),
+        ("nul.txt", b"a\0b", r"expected text without the bytes 0 and 4, which are special, found 0"),
+        ("eot.txt", b"a\4b", r"expected text without the bytes 0 and 4, which are special, found 4"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value and "\\" not in value else "",
 )
@@ -152,6 +155,7 @@ def test_wrong_files_are_named_and_nothing_is_left(
         ({"files": (Path("nowhere.txt"),)}, r"nowhere\.txt: expected a file or a folder that exists"),
         ({"files": ()}, "FILES: expected at least one file"),
         ({"out": FABLES.parent}, "expected a name that is free, found a folder"),
+        ({"out": FABLES}, "expected a name that is free, found a file"),
         (
             {"reading": DocumentFormat(separator="file")},
             "expected documents for training and for validation, found 1",
@@ -163,6 +167,29 @@ def test_what_cannot_be_prepared_is_named(changed: dict[str, Any], expected: str
     with pytest.raises(SettingsError, match=expected):
         prepare(Preparing(**given), BytesTokenizer())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_column_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    """Writers of other programs do not check what they call a string."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    _, lengths, content = pyarrow.array([b"good", b"gr\xfcn"], type=pyarrow.binary()).buffers()
+    column = pyarrow.StringArray.from_buffers(2, lengths, content)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(
+        SettingsError, match=r"a\.parquet: expected text in UTF-8 in the column 'text', found"
+    ):
+        list(read_documents(tmp_path / "a.parquet", DocumentFormat()))
+
+
+def test_hidden_files_of_a_folder_are_no_text(tmp_path: Path) -> None:
+    """Those of git, of downloads, of file browsers; one that is named is read."""
+    for name in ("a.txt", ".hidden.txt", ".git/b.txt", "in/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert [file.name for file in find_files([tmp_path])] == ["a.txt", "c.txt"]
+    assert [file.name for file in find_files([tmp_path / ".hidden.txt"])] == [".hidden.txt"]
 
 
 def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -195,6 +222,21 @@ def test_the_end_of_text_that_was_named_goes_with_the_shards(tmp_path: Path, tok
     assert tokenizer_of(TokenData.open(tmp_path / "shards")).special == tokenizer.special
     copied = json.loads((tmp_path / "shards" / "tokenizer" / "tokenizer_config.json").read_text())
     assert copied == {"model_max_length": 8, "eos_token": "STOP"}
+
+
+def test_an_exported_tokenizer_frames_texts_as_training_did(tmp_path: Path) -> None:
+    """One that was made for causal models serves a masked one; one that has a frame keeps it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    train_tokenizer((FABLES,), tmp_path / "a", vocab_size=270, reading=DocumentFormat(), objective="causal")
+    file = tmp_path / "a" / "tokenizer.json"
+    special = load_tokenizer(str(file)).special
+    assert tokenizers.Tokenizer.from_file(str(file)).encode("There").ids[0] != special.begin
+    frame_file(file, special)
+    ids = tokenizers.Tokenizer.from_file(str(file)).encode("There").ids
+    assert (ids[0], ids[-1]) == (special.begin, special.end_of_text)
+    framed = file.read_bytes()
+    frame_file(file, special)
+    assert file.read_bytes() == framed
 
 
 def test_a_text_cannot_spell_special_tokens(tokenizer_folder: Path) -> None:

@@ -62,6 +62,7 @@ def test_null_in_the_file_means_unset(tmp_path: Path) -> None:
             r"expected one of them, found both .8 sequences and 1 M",
         ),
         ("{global_batch: 8, micro_steps: 2}", r"micro_steps, global_batch: expected one of them, found both"),
+        ("steps: 3\nname: a\nsteps: 4", r"steps \(line 3\): expected once, found twice; keep one of them"),
         ("- a list", r"the file: expected names with values"),
         ("a: [", r"not valid YAML"),
     ],

@@ -94,6 +94,16 @@ def test_a_partition_size_that_does_not_divide_is_found_before_anything_starts(t
     assert not list(tmp_path.iterdir())
 
 
+def test_an_output_folder_that_cannot_be_is_found_before_anything_starts(tmp_path: Path) -> None:
+    """A file of that name; a read-only or a full disk is the same error."""
+    (tmp_path / "file").touch()
+    config = TrainConfig(output_dir=tmp_path / "file", launch=LaunchSettings(device="cpu"))
+    with pytest.raises(
+        SettingsError, match=r"output_dir: expected a folder that can be written .* Not a dir"
+    ):
+        launch(config, [])
+
+
 def _environ(rank: int, *, num_ranks: int, per_node: int) -> dict[str, str]:
     return {
         "RANK": str(rank),

@@ -50,6 +50,23 @@ def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in names}
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_lines_that_find_a_full_disk_are_no_reason_to_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither when they are written nor at the end."""
+    history = History()
+    with history.recording(_config(tmp_path, "none"), ME):
+        assert history._file is not None
+        history._file.close()
+        history._file = Path("/dev/full").open("a")  # noqa: SIM115
+        history.add_validation(4, 3.5)
+    assert history.validations == [(4, 3.5)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/full: could not be written: No space left on device. Training goes on"
+    ] * 2
+
+
 def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
     _train(_config(tmp_path, "tensorboard"), range(1, 6))
     events = _events(tmp_path)

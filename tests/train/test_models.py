@@ -21,6 +21,7 @@ from mics.train.config import ModelSettings, TrainConfig
 from mics.train.model import _flops_per_token, build_model
 from mics.train.objective import IGNORED, LanguageModelling
 from mics.train.settings_file import parse_train_config
+from mics.train.setup import Setup
 from mics.utils.deprecation import new_flags
 from tests.ranks import run_ranks
 from tests.toys import seeded
@@ -212,6 +213,18 @@ def test_initial_values_do_not_depend_on_the_ranks(tmp_path: Path, kind: str) ->
             assert value.std().item() == pytest.approx(plain[name].std().item(), rel=0.2), name
         else:
             assert value.mean().item() == pytest.approx(plain[name].mean().item(), abs=0.02), name
+
+
+def _formats(name: str) -> tuple[str, set[torch.dtype]]:
+    model = build_model(TrainConfig(model=ModelSettings(name=name)), rank=dist.get_rank()).model
+    return Setup.of(model).precision, {value.dtype for value in mics.full_state_dict(model).values()}
+
+
+@pytest.mark.usefixtures("ready_ranks")
+def test_the_format_of_a_configs_weights_does_not_decide_that_of_the_run(tmp_path: Path) -> None:
+    """`sharding.param_dtype` auto is fp32 on CPUs, also of a model whose weights are stored in bf16."""
+    file = config_file(tmp_path / "tiny", "qwen2", dtype="bfloat16")
+    assert run_ranks(1, _formats, str(file)) == [("fp32", {torch.float32})]
 
 
 def _tied_rows() -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mics
-from mics.errors import CheckpointError
+from mics.errors import CheckpointError, SettingsError
 from mics.train.checkpoints import Checkpoints, find_candidates
 from mics.train.config import CheckpointSettings, TrainConfig
 from mics.train.data import Dealing
@@ -151,6 +151,19 @@ def test_sequences_are_dealt_to_any_number_of_ranks(now: int, batch_size: int, m
     before = Dealing(batch_size=4, micro_steps=2, num_ranks=4)
     dealt = Dealing(batch_size=4, micro_steps=2, num_ranks=now).going_on_from(before)
     assert dealt == Dealing(batch_size=batch_size, micro_steps=micro_steps, num_ranks=now)
+
+
+def test_the_batch_of_a_checkpoint_is_dealt_to_more_ranks() -> None:
+    """Also where the settings name it with batches that a plan has made for fewer ranks."""
+    config = TrainConfig(batch_size=8, global_batch=32)
+    before = Dealing(batch_size=8, micro_steps=1, num_ranks=4)
+    dealt = Dealing.asked(config, num_ranks=8, before=before)
+    assert dealt == Dealing(batch_size=4, micro_steps=1, num_ranks=8)
+    assert Dealing.asked(config, num_ranks=2, before=before).micro_steps == 2
+    with pytest.raises(SettingsError, match="divides the 32 sequences per step"):
+        Dealing.asked(config, num_ranks=6, before=before)
+    with pytest.raises(SettingsError, match="expected a multiple of 64 sequences"):
+        Dealing.asked(config, num_ranks=8, before=None)
 
 
 def test_one_rank_is_asked_to_leave_and_all_do_after_the_same_step(reference: Path, tmp_path: Path) -> None:

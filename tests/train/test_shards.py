@@ -21,6 +21,7 @@ from mics.train.data import Batches, Dealing
 from mics.train.sequences import ShardSequences, open_sequences
 from mics.train.settings_file import load_settings, parse_train_config
 from tests.data.conftest import fables, tokenizer_folder
+from tests.train.model_configs import config_file
 
 __all__ = ["fables", "tokenizer_folder"]  # fixtures
 
@@ -145,6 +146,29 @@ def test_what_does_not_fit_is_named(fables: TokenData, tmp_path: Path) -> None:
     assert main(args) == 0
     with pytest.raises(SettingsError, match=r"bytes: expected the tokenizer of .* found another \(bytes\)"):
         ShardSequences([fables, TokenData.open(other)], seq_len=16, vocab_size=400, seed=0)
+    index = replace(fables.index, special=replace(fables.index.special, end_of_text=1))
+    ending = TokenData(fables.folder, index)
+    with pytest.raises(SettingsError, match=r"expected the special tokens of .* the same --end-of-text"):
+        ShardSequences([fables, ending], seq_len=16, vocab_size=400, seed=0)
+
+
+def test_weights_that_know_other_tokens_are_refused(fables: TokenData, tmp_path: Path) -> None:
+    """The tokenizer in the folder of a model's weights decides, not how its file is written."""
+    pytest.importorskip("transformers")
+    model = config_file(tmp_path / "model", "llama", vocab_size=400).parent
+    (model / "model.safetensors").touch()
+    open_sequences(_config(fables.folder, name=str(model), vocab_size=None))
+    assert fables.tokenizer_folder is not None
+    content = (fables.tokenizer_folder / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(json.dumps(json.loads(content)))
+    open_sequences(_config(fables.folder, name=str(model), vocab_size=None))
+    changed = json.loads(content)
+    vocab = changed["model"]["vocab"]
+    vocab["!"], vocab['"'] = vocab['"'], vocab["!"]
+    (model / "tokenizer.json").write_text(json.dumps(changed))
+    with pytest.raises(SettingsError, match=r"with which the weights were trained, found another number for"):
+        open_sequences(_config(fables.folder, name=str(model), vocab_size=None))
+    open_sequences(_config(fables.folder, name=str(model), vocab_size=None, from_scratch=True))
 
 
 def test_a_damaged_folder_ends_before_any_rank_starts(

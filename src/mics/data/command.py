@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import tyro
 
 from mics.data.documents import DocumentFormat, Kind, Separator
-from mics.data.index import Split, changed_shards, check_sizes, read_index
+from mics.data.index import Split, changed_shards, check_files, read_index
 from mics.data.preparing import Preparing
 from mics.data.preparing import prepare as prepare_folder
 from mics.data.token_data import TokenData
@@ -147,7 +147,7 @@ def verify(folder: _Folder) -> int:
         folder: the folder.
     """
     index = read_index(folder)
-    check_sizes(folder, index)
+    check_files(folder, index)
     nbytes = sum(shard.nbytes for shard in index.shards)
     with long_work("verify", nbytes) as work:
         wrong = changed_shards(folder, index.shards, progress=work.advance)

@@ -35,11 +35,11 @@ class DocumentFormat:
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Files as given; of a folder all that are in it, by name."""
+    """Files as given; of a folder all that are in it, by name, but for hidden ones."""
     found = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(each for each in path.rglob("*") if each.is_file())
+            inside = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each, path))
             if not inside:
                 raise SettingsError(f"{path}: expected a folder with files, found an empty one")
             found += inside
@@ -50,6 +50,11 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     if not found:
         raise SettingsError("FILES: expected at least one file of text, found none")
     return found
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether it is no text of the user's: .git, .DS_Store, .cache of a download, ..."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def read_documents(
@@ -127,7 +132,7 @@ def _jsonl(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(
                 f"{file}, line {number}: expected JSON, one value in each line, found: {error}"
             ) from None
@@ -172,9 +177,15 @@ def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]
                 "--field"
             )
         nbytes, rows = file.stat().st_size, max(1, content.metadata.num_rows)
-        for batch in content.iter_batches(batch_size=_PARQUET_ROWS, columns=[how.field]):
-            advance(nbytes * len(batch) // rows)
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+        try:
+            for batch in content.iter_batches(batch_size=_PARQUET_ROWS, columns=[how.field]):
+                advance(nbytes * len(batch) // rows)
+                yield from (text for text in batch.column(0).to_pylist() if text is not None)
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"{file}: expected text in UTF-8 in the column {how.field!r}, found: {error}; write the file "
+                "again, or leave it out"
+            ) from None
 
 
 def _is_text(kind: Any) -> bool:

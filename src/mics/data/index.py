@@ -14,6 +14,9 @@ from mics.errors import SettingsError
 
 INDEX_FILE: Final = "index.json"
 TOKENIZER_FOLDER: Final = "tokenizer"
+TOKENIZER_FILE: Final = "tokenizer.json"
+BYTES: Final = "bytes"
+"""The tokenizer that has no files."""
 _FORMAT: Final = "mics token shards"
 _VERSION: Final = 1
 _READ_NBYTES: Final = 1 << 22
@@ -124,8 +127,9 @@ def _known(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
     return {item.name: content[item.name] for item in fields(cls)}
 
 
-def check_sizes(folder: Path, index: ShardIndex) -> None:
-    """Raise if a shard is missing or has another size: no shard is read."""
+def check_files(folder: Path, index: ShardIndex) -> None:
+    """Raise if a shard is missing or has another size, or if the tokenizer's file is not the one that was
+    used: no shard is read."""
     for shard in index.shards:
         file = folder / shard.file
         try:
@@ -142,6 +146,27 @@ def check_sizes(folder: Path, index: ShardIndex) -> None:
                 f"{file}: expected a shard of {shard.nbytes:,} bytes, found {nbytes:,}; copy it again, or "
                 "prepare the data again"
             )
+
+    if index.tokenizer != BYTES:
+        _check_tokenizer(folder / TOKENIZER_FOLDER / TOKENIZER_FILE, index.tokenizer)
+
+
+def _check_tokenizer(file: Path, digest: str) -> None:
+    """What a trained model is sampled and exported with."""
+    try:
+        found = digest_of(file)
+    except FileNotFoundError:
+        raise SettingsError(
+            f"{file}: expected the tokenizer of these shards, found no such file; copy it again, or prepare "
+            "the data again"
+        ) from None
+    except OSError as error:
+        raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
+    if found != digest:
+        raise SettingsError(
+            f"{file}: expected the digest {digest}, found {found}: the shards were not prepared with it; "
+            "copy it again, or prepare the data again"
+        )
 
 
 def changed_shards(

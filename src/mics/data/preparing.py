@@ -85,7 +85,8 @@ def prepare(asked: Preparing, tokenizer: Tokenizer) -> ShardIndex:
 def published(out: Path) -> Iterator[Path]:
     """A folder to write to, which takes the name ``out`` when all is done, and is removed if it fails."""
     if out.exists():
-        raise SettingsError(f"--out {out}: expected a name that is free, found a folder; name another")
+        found = "a folder" if out.is_dir() else "a file"
+        raise SettingsError(f"--out {out}: expected a name that is free, found {found}; name another")
     partial = out.with_name(out.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of one that was killed

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mics.data.index import TOKENIZER_FOLDER, Shard, ShardIndex, Split, check_sizes, read_index
+from mics.data.index import TOKENIZER_FOLDER, Shard, ShardIndex, Split, check_files, read_index
 from mics.errors import SettingsError
 
 
@@ -53,11 +53,12 @@ class TokenData:
 
         Args:
             folder: what ``mics data prepare`` has made.
-            check: Compare the sizes of all files. Without it, for ranks of a node on which another one does.
+            check: Compare the sizes of all shards, and the tokenizer's file. Without it, for ranks of a node
+                on which another one does.
         """
         index = read_index(folder)
         if check:
-            check_sizes(folder, index)
+            check_files(folder, index)
         return cls(folder, index)
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mics.data.index import SpecialTokens, digest_of
+from mics.data.index import BYTES, TOKENIZER_FILE, SpecialTokens, digest_of
 from mics.data.token_data import TokenData
 from mics.errors import SettingsError
 from mics.utils.extras import require
@@ -19,8 +19,6 @@ from mics.utils.extras import require
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
-BYTES: Final = "bytes"
-TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _COPIED: Final = (
     TOKENIZER_FILE,
@@ -84,10 +82,11 @@ class BytesTokenizer:
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
         for text in texts:
-            if "\0" in text:
+            found = next((number for number in self.special.all_ids if chr(number) in text), None)
+            if found is not None:
                 raise SettingsError(
-                    f"--tokenizer bytes: expected text without the byte 0, found it in {text[:40]!r}; use "
-                    "another tokenizer, or leave that file out"
+                    f"--tokenizer bytes: expected text without the bytes 0 and 4, which are special, found "
+                    f"{found} in {text[:40]!r}; use another tokenizer, or leave that file out"
                 )
         return [np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(dtype) for text in texts]
 
@@ -102,16 +101,8 @@ class FileTokenizer:
     """A tokenizer.json, with the files that stand beside it."""
 
     def __init__(self, file: Path, *, end_of_text: str | None = None) -> None:
-        require("data", f"the tokenizer {file}")
-        from tokenizers import Tokenizer as Library
-
         self._file = file
-        try:
-            self._library: _Library = Library.from_file(str(file))
-        except Exception as error:  # it raises Exception itself
-            raise SettingsError(
-                f"{file}: expected a tokenizer.json of the tokenizers library, found: {error}"
-            ) from None
+        self._library = _read(file)
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True  # a text that spells <s> has no <s>
@@ -180,6 +171,25 @@ class FileTokenizer:
         return None
 
 
+def different_token(file: Path, other: Path) -> str | None:
+    """The first token that two tokenizer.json have different numbers for; None: there is none."""
+    ours, theirs = (_read(each).get_vocab(with_added_tokens=True) for each in (file, other))
+    different = (token for token, number in ours.items() if theirs.get(token, number) != number)
+    return min(different, key=ours.__getitem__, default=None)
+
+
+def _read(file: Path) -> _Library:
+    require("data", f"the tokenizer {file}")
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_file(str(file))
+    except Exception as error:  # it raises Exception itself
+        raise SettingsError(
+            f"{file}: expected a tokenizer.json of the tokenizers library, found: {error}"
+        ) from None
+
+
 def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     """``bytes``, a tokenizer.json, or a folder that has one."""
     if name == BYTES:
@@ -192,6 +202,26 @@ def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
             "mics data tokenizer, which makes one from your text"
         )
     return FileTokenizer(file, end_of_text=end_of_text)
+
+
+def frame_texts(library: _Library, *, begin: str, end: str) -> None:
+    """Have the library put each text between two tokens, as masked language models are trained."""
+    from tokenizers import processors
+
+    pairs = [(name, library.token_to_id(name)) for name in (begin, end)]
+    library.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", pair=f"{begin} $A {end} {end} $B {end}", special_tokens=pairs
+    )
+
+
+def frame_file(file: Path, special: SpecialTokens) -> None:
+    """The same in a tokenizer.json that does nothing of its own with a text."""
+    library = _read(file)
+    if library.post_processor is not None or special.begin is None:
+        return
+    begin, end = (str(library.id_to_token(number)) for number in (special.begin, special.end_of_text))
+    frame_texts(library, begin=begin, end=end)
+    file.write_text(library.to_str(pretty=True), encoding="utf-8")
 
 
 def tokenizer_of(data: TokenData) -> Tokenizer:

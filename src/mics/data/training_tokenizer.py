@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 from mics.data.documents import DocumentFormat, find_files, read_documents
+from mics.data.index import TOKENIZER_FILE
 from mics.data.preparing import published
-from mics.data.tokenizer import TOKENIZER_FILE, fast_config
+from mics.data.tokenizer import fast_config, frame_texts
 from mics.errors import SettingsError
 from mics.utils.extras import require
 from mics.utils.progress import long_work
@@ -35,7 +36,7 @@ def train_tokenizer(
 ) -> int:
     """Write tokenizer.json and its config into a new folder. Returns the size of the vocabulary."""
     require("data", "mics data tokenizer")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     least = _NUM_BYTES + len(_SPECIAL)
     if vocab_size < least:
@@ -62,12 +63,9 @@ def train_tokenizer(
 
             library.train_from_iterator(texts(), trainer=trainer)
         if objective == "masked":
-            begin, end = _SPECIAL["bos_token"], _SPECIAL["eos_token"]
-            pairs = [(name, library.token_to_id(name)) for name in (begin, end)]
-            library.post_processor = processors.TemplateProcessing(
-                single=f"{begin} $A {end}", pair=f"{begin} $A {end} {end} $B {end}", special_tokens=pairs
-            )
-        library.save(str(folder / TOKENIZER_FILE))
+            frame_texts(library, begin=_SPECIAL["bos_token"], end=_SPECIAL["eos_token"])
+        # Not its own save: what that raises on a full disk is no OSError.
+        (folder / TOKENIZER_FILE).write_text(library.to_str(pretty=True), encoding="utf-8")
         config = {**fast_config(_SPECIAL), "cls_token": "<s>", "sep_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     return int(library.get_vocab_size(with_added_tokens=True))

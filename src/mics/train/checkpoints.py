@@ -178,7 +178,7 @@ class Checkpoints:
             except (mics.CheckpointError, mics.SettingsError) as error:
                 found = error
             except OSError as error:
-                found = mics.CheckpointError(f"{self._config.checkpoint_dir}: could not be read: {error}")
+                found = mics.CheckpointError(f"{self._config.checkpoint_dir}: could not be used: {error}")
         found = world.gather_objects(found)[0]
         if isinstance(found, mics.CheckpointError | mics.SettingsError):
             raise found

@@ -37,7 +37,7 @@ class Dealing:
             dealing = cls(batch_size=size, micro_steps=config.micro_steps or 2, num_ranks=num_ranks)
             return dealing if before is None else dealing.going_on_from(before)
         seq_len = config.model.build().seq_len
-        if before is not None and before.rounds(batch, seq_len):
+        if before is not None and before.is_asked(batch, seq_len):
             return before.over(num_ranks, most=size)
         found = batch.fit(
             seq_len=seq_len, multiple=size * num_ranks, because=f"batch_size {size} on {num_ranks} ranks"
@@ -47,10 +47,12 @@ class Dealing:
         )
         return dealing if before is None else dealing.going_on_from(before)
 
-    def rounds(self, batch: AskedBatch, seq_len: int) -> bool:
-        """Whether this is what a batch in tokens came to, on other ranks maybe."""
+    def is_asked(self, batch: AskedBatch, seq_len: int) -> bool:
+        """Whether this is the batch that is asked for, or what one in tokens came to, on any ranks."""
+        if batch.tokens is None:
+            return batch.sequences == self.num_sequences
         unit = self.batch_size * self.num_ranks * seq_len
-        return batch.tokens is not None and 2 * abs(self.num_sequences * seq_len - batch.tokens) <= unit
+        return 2 * abs(self.num_sequences * seq_len - batch.tokens) <= unit
 
     def over(self, num_ranks: int, *, most: int) -> "Dealing":
         """The same sequences on so many ranks, in batches of at most so many."""

@@ -11,19 +11,29 @@ from torch import nn
 
 from mics.checkpoint.exporting import files_beside
 from mics.checkpoint.model_folder import export_model
+from mics.data.index import TOKENIZER_FILE, SpecialTokens
+from mics.data.tokenizer import frame_file
 from mics.integrations.weights import write_config
 
 
-def export_folder(model: nn.Module, out: Path, *, sources: Sequence[Path | None]) -> None:
+def export_folder(
+    model: nn.Module, out: Path, *, sources: Sequence[Path | None], framed: SpecialTokens | None = None
+) -> None:
     """Write a folder that ``AutoModel.from_pretrained`` loads. All ranks must call it.
 
     ``sources``: folders to copy a tokenizer and generation settings from; a later one's replace an earlier's.
+    ``framed``: the special tokens that the sequences of a masked language model stood between. The tokenizer
+    puts texts between them too, where it does not say otherwise.
     """
-    export_model(model, out, beside=partial(_write_beside, model, sources))
+    export_model(model, out, beside=partial(_write_beside, model, sources, framed))
 
 
-def _write_beside(model: nn.Module, sources: Sequence[Path | None], folder: Path) -> None:
+def _write_beside(
+    model: nn.Module, sources: Sequence[Path | None], framed: SpecialTokens | None, folder: Path
+) -> None:
     for source in filter(None, sources):
         for file in files_beside(source):
             shutil.copyfile(file, folder / file.name)
+    if framed is not None:
+        frame_file(folder / TOKENIZER_FILE, framed)
     write_config(model, folder)

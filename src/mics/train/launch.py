@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import FrameType
 from typing import Final, Literal
 from uuid import uuid4
@@ -303,6 +304,15 @@ def check_plan(config: TrainConfig, plan: LaunchPlan) -> None:
         raise SettingsError(
             f"sharding.partition_size: expected a divisor of the {plan.num_ranks} ranks, found {size}"
         )
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=config.run_dir):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"output_dir: expected a folder that can be written to, found {config.run_dir}: {error.strerror}"
+            "; give another, or the right to write there"
+        ) from None
 
 
 def _wait(

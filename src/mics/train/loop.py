@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mics
 from mics.comm import join_world
+from mics.data.index import read_index
 from mics.data.prefetching import Prefetcher
 from mics.engine import engine_of
 from mics.errors import SettingsError
@@ -250,8 +251,12 @@ def _save_weights(run: _Run) -> tuple[Path | None, dict[str, Tensor]]:
     if not is_of_transformers(run.model):
         return None, mics.full_state_dict(run.model)
     folder = run.config.run_dir / "hf"
-    sources = [run.config.model.build().folder, run.config.data.tokenizer_folder]
-    export_folder(run.model, folder, sources=sources)
+    data = run.config.data
+    framed = None
+    if run.objective.objective == "masked" and data.tokenizer_folder is not None:
+        framed = read_index(data.shards[0]).special
+    sources = [run.config.model.build().folder, data.tokenizer_folder]
+    export_folder(run.model, folder, sources=sources, framed=framed)
     return folder, {}
 
 

@@ -33,6 +33,8 @@ def build_model(config: TrainConfig, *, rank: int) -> BuiltModel:
     described = config.model.build()
     with torch.device("meta"):
         model = described.make()
+    if described.source == "config":
+        model.float()  # a config that names bf16 says how its weights are stored: sharding.param_dtype counts
     matrices = frozenset(name for name, param in model.named_parameters() if param.ndim >= 2)
     flops = _flops_per_token(model, described)
     shard_model(model, config.sharding)

@@ -1,6 +1,7 @@
 """What a run leaves behind: numbers, a picture, the weights, and a few lines on the screen."""
 
 import json
+import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,10 +52,12 @@ class History:
                 self.validations.append((row["step"], row["validation_loss"]))
         _rewrite(file, kept)
         self._logger = open_logger(config, after_step=after_step)
+        self._file = file.open("a")
         try:
-            with file.open("a") as self._file:
-                yield
+            yield
         finally:
+            with self._or_warn():
+                self._file.close()
             self._file = None
             self._logger.close()
 
@@ -75,8 +78,19 @@ class History:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
-            print(json.dumps(row), file=self._file, flush=True)
+            with self._or_warn():
+                print(json.dumps(row), file=self._file, flush=True)
             self._logger.log(row["step"], scalars(row))
+
+    @contextmanager
+    def _or_warn(self) -> Iterator[None]:
+        """A full disk is no reason to end a run: what is not written is tried again with the next line."""
+        assert self._file is not None
+        try:
+            yield
+        except OSError as error:
+            text = "%s: could not be written: %s. Training goes on"
+            logging.getLogger("mics").warning(text, self._file.name, error.strerror or error)
 
 
 def _rows_up_to(file: Path, step: int) -> list[dict[str, Any]]:

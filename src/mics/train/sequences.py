@@ -18,9 +18,9 @@ from xxhash import xxh3_128_hexdigest
 from mics.comm import join_world
 from mics.data import Mixture, Source, TokenData
 from mics.data.hashing import Words, draw
-from mics.data.index import Split, changed_shards, read_index
+from mics.data.index import TOKENIZER_FILE, Split, changed_shards, digest_of, read_index
 from mics.data.packing import MaskedPacking, Objective, PackedSequences, make_packing
-from mics.data.tokenizer import BytesTokenizer, Tokenizer, tokenizer_of
+from mics.data.tokenizer import BytesTokenizer, Tokenizer, different_token, tokenizer_of
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
 from mics.train.ranks import Rank
@@ -211,13 +211,34 @@ def _check_vocabularies(folders: Sequence[TokenData], *, vocab_size: int) -> Non
         if 0 < vocab_size < each.index.vocab_size:  # 0: a model that does not say
             raise SettingsError(
                 f"data.shards {each.folder}: expected a vocabulary of at most the model's {vocab_size:,} "
-                f"tokens, found {each.index.vocab_size:,}; set model.vocab_size to that or more"
+                f"tokens, found {each.index.vocab_size:,}; set model.vocab_size, or vocab_size in the "
+                "model's config, to that or more"
             )
         if each.index.tokenizer != first.index.tokenizer:
             raise SettingsError(
                 f"data.shards {each.folder}: expected the tokenizer of {first.folder} "
                 f"({first.index.tokenizer}), found another ({each.index.tokenizer}); prepare both with one"
             )
+        if each.index.special != first.index.special:
+            raise SettingsError(
+                f"data.shards {each.folder}: expected the special tokens of {first.folder} "
+                f"({first.index.special}), found others ({each.index.special}); prepare both with the same "
+                "--end-of-text"
+            )
+
+
+def _check_tokens_of_weights(weights: Path, data: TokenData) -> None:
+    """Raise if the tokenizer beside a model's weights has other numbers for the tokens of the data."""
+    file, prepared = weights / TOKENIZER_FILE, data.tokenizer_folder
+    if prepared is None or not file.is_file() or digest_of(file) == data.index.tokenizer:
+        return
+    other = different_token(prepared / TOKENIZER_FILE, file)
+    if other is not None:
+        raise SettingsError(
+            f"data.shards {data.folder}: expected tokens of {file}, with which the weights were trained, "
+            f"found another number for {other!r}; prepare the data with --tokenizer {weights}, or begin with "
+            "fresh weights: --model.from-scratch"
+        )
 
 
 def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
@@ -226,8 +247,11 @@ def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
     objective = shape.objective
     assert objective is not None, "settings refuse such a model"
     if data.shards:
+        folders = [TokenData.open(folder, check=check) for folder in data.shards]
+        if check and config.model.weights is not None:
+            _check_tokens_of_weights(config.model.weights, folders[0])
         return ShardSequences(
-            [TokenData.open(folder, check=check) for folder in data.shards],
+            folders,
             seq_len=shape.seq_len,
             vocab_size=shape.vocab_size,
             seed=config.seed,

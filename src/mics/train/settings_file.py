@@ -30,15 +30,28 @@ def parse_train_config(args: Sequence[str], *, prog: str = "mics train") -> Trai
 def load_settings(cls: type[Settings], file: Path) -> Settings:
     """Read a YAML file into a settings class."""
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.load(file.read_text(), _EachOnce)
+        return settings_from_mapping(cls, {} if content is None else content)
     except OSError as error:
         raise SettingsError(f"--config {file}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"--config {file}: not valid YAML: {' '.join(str(error).split())}") from None
-    try:
-        return settings_from_mapping(cls, {} if content is None else content)
     except SettingsError as error:
         raise SettingsError(f"--config {file}: {error}") from None
+
+
+class _EachOnce(yaml.SafeLoader):
+    """Plain values, and an error for a key that stands twice in a mapping: YAML itself takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                where = f"{name} (line {key.start_mark.line + 1})"
+                raise SettingsError(f"{where}: expected once, found twice; keep one of them")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def settings_from_mapping(cls: type[Settings], mapping: object, *, prefix: str = "") -> Settings:
