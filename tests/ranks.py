@@ -220,9 +220,8 @@ def _answer(seat: _Seat, place: Place | None, payload: bytes) -> Answer:
         os.environ.update(variables)
         logging.disable(logging.NOTSET)
         torch.set_num_threads(1)
-        torch.backends.mkldnn.enabled = (
-            True  # torch turns it off where it traces, and leaves it so now and then
-        )
+        # torch turns it off for good at a bfloat16 product that this CPU has no instructions for.
+        torch.backends.mkldnn.enabled = True
         gc.collect()  # a model holds its process groups through reference cycles of hooks
         seat.keep_imported()
 

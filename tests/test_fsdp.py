@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as of_torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import mics
 from mics.fsdp import (
@@ -25,13 +29,11 @@ from mics.fsdp import (
     StateDictOptions,
     fully_shard,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     register_fsdp_forward_method,
-    set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
+from mics.fsdp.waiting import find_root
 from tests.ranks import run_ranks
 
 WORLD, WIDTH, WORDS, LENGTH, ROWS = 4, 16, 24, 6, 2
@@ -173,40 +175,102 @@ def look_ahead(model: Decoder, count: int) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(0, number - count) : number][::-1])
 
 
+class OfMics:
+    """Whole state dicts by the functions of ``mics.fsdp``."""
+
+    functions: Any = mics.fsdp
+    sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        asked = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return (
+            self.functions.get_model_state_dict(model, options=asked),
+            self.functions.get_optimizer_state_dict(model, optimizer, options=asked),
+        )
+
+    def load_model(self, model: nn.Module, whole: Any) -> None:
+        self.functions.set_model_state_dict(model, whole, options=self.sent)
+
+    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, whole: Any) -> None:
+        self.functions.set_optimizer_state_dict(model, optimizer, whole, options=self.sent)
+
+
+class OfTorch(OfMics):
+    """By those of torch, which a program has imported already."""
+
+    functions = of_torch
+
+
+class ByHand(OfMics):
+    """From and into the DTensors of ``state_dict()``, tensor by tensor."""
+
+    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        found = optimizer.state_dict()
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        state = {
+            number: {
+                key: value.full_tensor() if isinstance(value, DTensor) else value
+                for key, value in entries.items()
+            }
+            for number, entries in found["state"].items()
+        }
+        first = dist.get_rank() == 0
+        return (whole, {**found, "state": state}) if first else ({}, {})
+
+    def load_model(self, model: nn.Module, whole: Any) -> None:
+        current = model.state_dict()
+        divided = {
+            name: nn.Parameter(distribute_tensor(value, current[name].device_mesh, current[name].placements))
+            for name, value in whole.items()
+        }
+        model.load_state_dict(divided, strict=False, assign=True)
+
+    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, whole: Any) -> None:
+        of_torch._init_optim_state(optimizer)
+        current = optimizer.state_dict()["state"]
+        state = {
+            number: {
+                key: distribute_tensor(value, now.device_mesh, now.placements)
+                if isinstance(now := current[number][key], DTensor)
+                else value
+                for key, value in entries.items()
+            }
+            for number, entries in whole["state"].items()
+        }
+        optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+
+
 def example(
-    folder: str, partition_size: int, accumulation: int, looks_first: bool
+    folder: str, partition_size: int, accumulation: int, states: type[OfMics]
 ) -> tuple[list[float], list[float]]:
     """Two lives of a program: from meta, prefetching by hand, clipped, saved; then loaded and trained on."""
-    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    mesh = mesh_for(partition_size)
     losses, norms = [], []
     for life in range(2):
         with torch.device("meta"):
             model = Decoder()
-        shard_layers(model, mesh=mesh_for(partition_size), mp_policy=MixedPrecisionPolicy())
+        shard_layers(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
         assert isinstance(model, FSDPModule) and isinstance(model.layers[1], FSDPModule)
-        if looks_first:
-            assert all(param.dtype is torch.float32 for param in model.parameters())
+        for param in model.parameters():
+            assert param.placements == (Replicate(), Shard(0))[-mesh.ndim :] and param.device_mesh == mesh
+            assert param.dtype is torch.float32
         look_ahead(model, 2)
         files = [Path(folder) / name for name in ("model.pt", "optimizer.pt")]
-        sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         if life == 0:
             model.to_empty(device="cpu")
             torch.manual_seed(3)
             model.reset_parameters()
         else:
-            set_model_state_dict(model, torch.load(files[0]), options=sent)
+            states().load_model(model, torch.load(files[0], mmap=True, weights_only=True))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if life == 1:
-            set_optimizer_state_dict(model, optimizer, torch.load(files[1]), options=sent)
+            saved = torch.load(files[1], mmap=True, weights_only=True)
+            states().load_optimizer(model, optimizer, saved)
         model.unshard()
         found = train(model, optimizer, accumulation, range(2 * life, 2 * life + 2))
         losses += found[0]
         norms += found[1]
-        states = (
-            get_model_state_dict(model, options=full),
-            get_optimizer_state_dict(model, optimizer, options=full),
-        )
-        for file, state in zip(files, states, strict=True):
+        for file, state in zip(files, states().take(model, optimizer), strict=True):
             assert bool(state) == (dist.get_rank() == 0)
             if state:
                 torch.save(state, file)
@@ -214,19 +278,20 @@ def example(
     return losses, norms
 
 
-_CASES = [(2, 3, True), (4, 1, False)]
-_REST = [case for case in product((1, 2, 4), (1, 3), (True, False)) if case not in _CASES]
+_CASES = [(2, 3, OfTorch), (4, 1, ByHand)]
+_REST = [case for case in product((1, 2, 4), (1, 3), (OfTorch,)) if case not in _CASES]
+_REST += [(1, 1, ByHand), (2, 3, ByHand), (2, 3, OfMics), (4, 1, OfMics)]
 
 
 @pytest.mark.parametrize(
-    ("partition_size", "accumulation", "looks_first"),
+    ("partition_size", "accumulation", "states"),
     [*_CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in _REST)],
 )
 def test_the_examples_program(
-    partition_size: int, accumulation: int, looks_first: bool, tmp_path: Path
+    partition_size: int, accumulation: int, states: type[OfMics], tmp_path: Path
 ) -> None:
     """Its calls run as they are, and losses and norms are those of one process."""
-    for found in run_ranks(WORLD, example, str(tmp_path), partition_size, accumulation, looks_first):
+    for found in run_ranks(WORLD, example, str(tmp_path), partition_size, accumulation, states):
         assert_like_one_process(found, plain(accumulation))
 
 
@@ -311,7 +376,7 @@ def test_gradients_divided_by_another_number() -> None:
 # -- memory -------------------------------------------------------------------------------------------
 
 
-def gathers_a_step(num_steps: int, first: bool, others: bool, changes_to: bool | None) -> Any:
+def gathers_a_step(num_steps: int, first: bool | int, others: bool | int, changes_to: bool | None) -> Any:
     """Bytes gathered in each step, with ``reshard_after_forward`` for one layer and for all other modules."""
     model = build(num_layers=9)
     for number, layer in enumerate(model.layers):
@@ -339,7 +404,7 @@ def test_units_stay_where_they_are_not_resharded() -> None:
     gathered, found = run_ranks(WORLD, gathers_a_step, 7, True, True, False)[0]
     assert_like_one_process(found, plain(1, num_steps=7, num_layers=9))
     none, all_of_them = gathered[3], gathered[6]
-    one = run_ranks(WORLD, gathers_a_step, 4, False, True, None)[0][0][3]
+    one = run_ranks(WORLD, gathers_a_step, 4, 1, WORLD, None)[0][0][3]  # 1 is False, all of them True
     block = sum(param.numel() for param in Block().parameters()) * 4 * (WORLD - 1) / WORLD
     assert none - one == pytest.approx(block, rel=0.05), (none, one, all_of_them)
     assert all_of_them < one
@@ -352,9 +417,7 @@ _HALF_INSIDE = replace(_HALF, output_dtype=torch.float32)
 
 
 def train_half(by_mics: bool, partition_size: int) -> Any:
-    from torch.distributed.fsdp import fully_shard as of_torch
-
-    model, call, mesh = build(), fully_shard if by_mics else of_torch, mesh_for(partition_size)
+    model, call, mesh = build(), fully_shard if by_mics else fsdp2, mesh_for(partition_size)
     for layer in model.layers:
         call(layer, mesh=mesh, mp_policy=_HALF)
     call(model, mesh=mesh, mp_policy=_HALF_INSIDE)
@@ -376,10 +439,8 @@ def test_mixed_precision_is_that_of_fsdp2() -> None:
 # -- state dicts --------------------------------------------------------------------------------------
 
 
-def train_in_two_lives(folder: str, partition_sizes: tuple[int, int]) -> Any:
+def train_in_two_lives(folder: str, partition_sizes: tuple[int, int], by_functions: bool) -> Any:
     """The second life has another mesh, and loads what the first wrote with DCP."""
-    import torch.distributed.checkpoint as dcp
-
     found: Any = ([], [])
     for life, partition_size in enumerate(partition_sizes):
         model = shard_layers(build(), mesh=mesh_for(partition_size))
@@ -388,25 +449,78 @@ def train_in_two_lives(folder: str, partition_sizes: tuple[int, int]) -> Any:
             optimizer.param_groups[0]["lr"] = 0.5  # what is loaded counts
             with torch.no_grad():
                 model.head.weight.zero_()
-            states = get_state_dict(model, optimizer)
-            state = {"model": states[0], "optimizer": states[1]}
+            states = get_state_dict(model, optimizer) if by_functions else (model.state_dict(), {})
+            state = {"model": states[0], **({"optimizer": states[1]} if by_functions else {})}
             dcp.load(state, checkpoint_id=folder)
-            set_state_dict(
-                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
+            if by_functions:
+                set_state_dict(
+                    model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                )
+            else:
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(torch.load(f"{folder}/own_{dist.get_rank()}", weights_only=False))
         steps = range(2 * life, 2 * life + 2)
         for into, values in zip(found, train(model, optimizer, 1, steps), strict=True):
             into += values
         if not life:
             states = get_state_dict(model, optimizer)
             dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+            torch.save(optimizer.state_dict(), f"{folder}/own_{dist.get_rank()}")
     return found
 
 
-@pytest.mark.parametrize("partition_sizes", [(2, 4), pytest.param((4, 1), marks=pytest.mark.full)])
-def test_dcp_takes_sharded_state_dicts(partition_sizes: tuple[int, int], tmp_path: Path) -> None:
-    for found in run_ranks(WORLD, train_in_two_lives, str(tmp_path), partition_sizes):
+@pytest.mark.parametrize(
+    ("partition_sizes", "by_functions"),
+    [((2, 4), True), *(pytest.param(*c, marks=pytest.mark.full) for c in (((4, 1), True), ((2, 2), False)))],
+)
+def test_dcp_takes_sharded_state_dicts(
+    partition_sizes: tuple[int, int], by_functions: bool, tmp_path: Path
+) -> None:
+    """Of the functions on any mesh, and of model and optimizer themselves as FSDP2's are."""
+    for found in run_ranks(WORLD, train_in_two_lives, str(tmp_path), partition_sizes, by_functions):
         assert_like_one_process(found, plain(1))
+
+
+def write_to_copies(folder: str) -> list[str]:
+    """State dicts are copies: what is written to them must be loaded, or the next use raises."""
+    messages = []
+    model = shard_layers(build(), mesh=mesh_for(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 1, range(1))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    messages.append(error_of(lambda: model(batch_of(0, 0, 0))))
+    state = get_model_state_dict(model)
+    state["head.weight"].zero_()
+    messages.append(error_of(lambda: model(batch_of(0, 0, 0))))
+    next(iter(optimizer.state_dict()["state"].values()))["exp_avg"].zero_()
+    messages.append(error_of(optimizer.step))
+    state = model.state_dict()
+    state["head.weight"].zero_()
+    model.load_state_dict(state)
+    clone = {name: value.clone() for name, value in model.state_dict().items()}
+    clone["norm.bias"].add_(1)
+    messages.append(error_of(lambda: model(batch_of(0, 0, 0))))
+    assert not mics.full_state_dict(model, rank0_only=False)["head.weight"].any()
+    train(model, optimizer, 1, range(1))
+    return messages
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except mics.MicsError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_written_to_state_dicts_must_be_loaded(tmp_path: Path) -> None:
+    """In FSDP2 they are the parameters' memory; nothing written here is lost without a word."""
+    for messages in run_ranks(WORLD, write_to_copies, str(tmp_path)):
+        expected = "model.load_state_dict(state)", "model.load_state_dict(state)", "optimizer.load_state_dict"
+        for message, way_out in zip(messages, expected, strict=False):
+            assert "written to" in message and way_out in message
+        assert messages[3] == ""
 
 
 # -- which module is the root -------------------------------------------------------------------------
@@ -440,6 +554,13 @@ def train_by(kind: str) -> Any:
     if kind == "loaded":  # whole tensors are loaded before anything else
         saved = {name: value.clone() for name, value in build().state_dict().items()}
         model.load_state_dict(saved)
+    if kind == "added":  # a module that came after the module around it was recorded
+        model = build()
+        fully_shard(model.layers[0])
+        model.layers[0].up = model.layers[0].up.__class__(WIDTH, 2 * WIDTH)
+        model.layers[0].up.load_state_dict(build().layers[0].up.state_dict())
+        fully_shard(model.layers[0].up)
+        trained = fully_shard(model)
     if kind == "initialised":  # by attribute, before and after
         with torch.no_grad():
             model.head.weight.copy_(2 * model.head.weight)
@@ -457,7 +578,7 @@ def train_by(kind: str) -> Any:
     return train(trained, optimizer, 1, range(4), "")
 
 
-_KINDS = ["nested", "wrapped", "loaded", "initialised", "method", "alone"]
+_KINDS = ["nested", "wrapped", "loaded", "initialised", "method", "alone", "added"]
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -468,6 +589,111 @@ def test_the_outermost_module_is_the_root(kind: str) -> None:
 
 
 # -- what is refused ----------------------------------------------------------------------------------
+
+
+class TwoRoots(nn.Module):
+    """No module around them is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.above = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(self.below(x))
+
+
+def train_two_roots(ranks: list[int] | None) -> list[float]:
+    """Norms of steps, on all ranks' batches or on this rank's. State dicts leave and come back between."""
+    model = TwoRoots()
+    if ranks is None:
+        fully_shard(model.below)
+        fully_shard(model.above)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms, own = [], ranks or [dist.get_rank()]
+    for step in range(4):
+        for rank in own:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            (model(x).square().mean() / len(own)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if ranks is None and step == 1:
+            asked = StateDictOptions(full_state_dict=True)
+            states = of_torch.get_state_dict(model, optimizer, options=asked)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+                    optimizer.state[param].get("exp_avg", param).zero_()
+            of_torch.set_state_dict(
+                model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=asked
+            )
+    return norms
+
+
+def test_several_roots() -> None:
+    """One optimizer, one norm and one state dict over models that were sharded apart."""
+    expected = train_two_roots(list(range(WORLD)))
+    for found in run_ranks(WORLD, train_two_roots, None):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def train_tied(kind: str, ranks: list[int] | None) -> list[float]:
+    """Norms of steps of a model whose modules share a parameter, with state dicts taken amid a step."""
+    model = build()
+    if kind == "head":
+        model.head.weight = model.words.weight
+    elif kind == "parameter":
+        model.layers[2].up.weight = model.layers[0].up.weight
+    else:
+        model.layers[2].up = model.layers[0].up
+    if ranks is None:
+        shard_layers(model, mesh=mesh_for(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms, own = [], ranks or [dist.get_rank()]
+    for step in range(3):
+        for rank in own:
+            tokens = batch_of(step, 0, rank)
+            (loss_of(model(tokens), tokens) / len(own)).backward()
+        if ranks is None:
+            whole = of_torch.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            assert whole.keys() == model.state_dict().keys() == model.state_dict(keep_vars=True).keys()
+            assert torch.equal(whole["head.weight"], model.head.weight.full_tensor())
+            assert len(optimizer.state_dict()["state"]) == (step > 0) * len(list(model.parameters()))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize(
+    "kind", ["head", *(pytest.param(k, marks=pytest.mark.full) for k in ("parameter", "module"))]
+)
+def test_shared_parameters(kind: str) -> None:
+    """Of modules in one unit or in several; state dicts amid a step change nothing."""
+    expected = train_tied(kind, list(range(WORLD)))
+    for found in run_ranks(WORLD, train_tied, kind, None):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_many_modules_are_recorded_in_linear_time() -> None:
+    """Calls of fully_shard look at the modules they are given, not at all that were given before."""
+    looked = 0
+
+    class Leaf(nn.Linear):
+        def modules(self) -> Any:
+            nonlocal looked
+            looked += 1
+            return super().modules()
+
+    blocks = [nn.Sequential(Leaf(1, 1), Leaf(1, 1)) for _ in range(60)]
+    for block in blocks:
+        fully_shard(block)
+    model = fully_shard(nn.Sequential(*blocks))
+    counted, looked = looked, 0
+    assert find_root(blocks[3][0]) is model
+    assert counted <= 20 * len(blocks) and looked <= 20 * len(blocks)
 
 
 def refusals(model: Decoder) -> dict[str, Callable[[], Any]]:
@@ -487,6 +713,23 @@ def refusals(model: Decoder) -> dict[str, Callable[[], Any]]:
             list(fully_shard(model.layers[0]).parameters()),
             fully_shard(model),
         ),
+        "'layers.0' in use: its": lambda: (
+            [fully_shard(layer) for layer in model.layers],
+            model(batch_of(0, 0, 0)),
+            fully_shard(model),
+        ),
+        "before mics.shard()": lambda: train(
+            model, (torch.optim.SGD(model.parameters()), shard_layers(model))[0], 1, range(1), ""
+        ),
+        "which share it": lambda: use_first(fully_shard(Wrapper(model)), fully_shard(Wrapper(model))),
+        "for FSDP": lambda: FullyShardedDataParallel((list(shard_layers(model).parameters()), model)[1]),
+        "for fully_shard": lambda: fsdp2((list(shard_layers(model).parameters()), model)[1]),
+        "DTensor; shard the plain": lambda: (fsdp2(model.layers[0]), list(fully_shard(model).parameters())),
+        "mics.full_state_dict(model) and": lambda: of_torch.get_model_state_dict(
+            mics.shard(model, partition_size=2)
+        ),
+        "dp_mesh_dims": lambda: fully_shard(model, dp_mesh_dims=("a", "b")),
+        "expected True, False, None, 1 or 4": lambda: fully_shard(model, reshard_after_forward=3),
         "the first use of it": lambda: shard_layers(model).layers[0](torch.zeros(1, 2, WIDTH)),
         "set_custom_all_gather": lambda: fully_shard(model).set_custom_all_gather(None),
         "set_requires_gradient_sync": lambda: fully_shard(model).set_requires_gradient_sync(1),
@@ -507,6 +750,11 @@ def refusals(model: Decoder) -> dict[str, Callable[[], Any]]:
             fully_shard(model), options=StateDictOptions(flatten_optimizer_state_dict=True)
         ),
     }
+
+
+def use_first(*models: nn.Module) -> None:
+    """While the others are there."""
+    list(models[0].parameters())
 
 
 def refused() -> list[str]:

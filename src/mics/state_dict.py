@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import Any, Final
 from weakref import ref
 from zlib import crc32
 
@@ -24,9 +23,7 @@ from mics.guard import Layout, ShardTensor, run_plainly
 from mics.sharding.held import ParameterTable
 from mics.sharding.unit import Unit
 from mics.utils.deprecation import takes_old_keywords
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from mics.utils.dtensors import is_dtensor
 
 _NUM_SAMPLED: Final = 1024  # elements of a tensor that tell it from another
 
@@ -220,7 +217,7 @@ def shard_of_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
             _check_piece(prefix + attribute, value, unit.layouts[index])
         elif tuple(value.shape) == slot.shape:
             layout = unit.layouts[index]
-            if _is_dtensor(value):  # of FSDP2, say: all ranks load the same names in turn
+            if is_dtensor(value):  # of FSDP2, say: all ranks load the same names in turn
                 own = layout.own_part_of(value.full_tensor()).clone()  # frees the whole one
             else:
                 own = layout.own_part_of(value)
@@ -243,7 +240,7 @@ def agree_on_full(model: nn.Module, state_dict: dict[str, Any], prefix: str, *re
         if key.startswith(prefix)
         and isinstance(value, Tensor)
         and not isinstance(value, ShardTensor)
-        and not _is_dtensor(value)
+        and not is_dtensor(value)
     }
     with calling("load_state_dict"):
         if len(set(world.gather_objects(crc32(repr(sorted(found.items())).encode())))) == 1:
@@ -363,9 +360,3 @@ def _copied(value: Tensor, *, cpu: bool) -> Tensor:
 def split_whole(unit: Unit, flat: Tensor) -> list[Tensor]:
     """The parameters of a unit in its whole memory."""
     return [flat[slot.start : slot.stop].view(slot.shape) for slot in unit.spec.layout.slots]
-
-
-def _is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether it is one: then its module, which takes a second to load, is loaded."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)

@@ -9,11 +9,12 @@ import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from mics.api import register_forward_method
+from mics.comm import join_world
 from mics.engine import is_sharded
 from mics.errors import SettingsError
 from mics.fsdp.module import FSDPModule
 from mics.fsdp.records import ModuleRecord, check_alike, check_mesh, find_record, root_of
-from mics.fsdp.waiting import find_root, wait_for_root
+from mics.fsdp.waiting import find_root, is_inside, wait_for_root
 from mics.sharding.held import ParameterTable
 
 if TYPE_CHECKING:
@@ -47,13 +48,13 @@ def fully_shard(
         mesh: a ``DeviceMesh`` over all ranks: 1-D for one partition group of all of them, 2-D for replicas
             (dim 0) and partition groups (dim 1). None: one partition group. The same in all calls.
         reshard_after_forward: False keeps the unit from its forward to its backward. With None in all calls
-            mics decides by network and free memory.
+            mics decides by network and free memory. As a number of ranks: 1 is False, the size of the
+            partition group is True.
         mp_policy: formats, the same in all calls but for ``output_dtype``. Optimizers update float32 masters
             also where parameters were built in a narrower dtype.
         shard_placement_fn, offload_policy, ignored_params, dp_mesh_dims: their defaults alone.
     """
     _check_arguments(
-        reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
@@ -61,6 +62,7 @@ def fully_shard(
         dp_mesh_dims=dp_mesh_dims,
     )
     check_mesh(mesh)
+    reshard = _check_reshard(reshard_after_forward, mesh)
     modules: Sequence[Any] = module if isinstance(module, list | tuple) else [module]
     if not modules:
         raise SettingsError(
@@ -69,12 +71,7 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     for each in modules:
-        record = ModuleRecord(
-            mesh=mesh,
-            policy=mp_policy,
-            reshard=None if reshard_after_forward is None else bool(reshard_after_forward),
-        )
-        wait_for_root(each, record)
+        wait_for_root(each, ModuleRecord(mesh=mesh, policy=mp_policy, reshard=reshard))
     for each in modules:
         check_alike(each)
     return module
@@ -101,19 +98,12 @@ def _register(module: Any, method_name: str) -> None:
 
 def _check_arguments(
     *,
-    reshard_after_forward: Any,
     shard_placement_fn: Any,
     mp_policy: Any,
     offload_policy: Any,
     ignored_params: Any,
     dp_mesh_dims: Any,
 ) -> None:
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise SettingsError(
-            "fully_shard: reshard_after_forward: expected True, False or None, found "
-            f"{reshard_after_forward!r}: mics has no smaller group to reshard to; give the whole run smaller "
-            "partition groups by a 2-D mesh"
-        )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise SettingsError(f"fully_shard: mp_policy: expected a MixedPrecisionPolicy, found {mp_policy!r}")
     if isinstance(offload_policy, CPUOffloadPolicy):
@@ -143,10 +133,26 @@ def _check_arguments(
             raise SettingsError(f"fully_shard: {name}: expected None, found {value!r}; {way_out}")
 
 
+def _check_reshard(asked: Any, mesh: DeviceMesh | None) -> bool | None:
+    """A number of ranks is right where it means all of those that share a unit, or one: True and False."""
+    if asked is None or isinstance(asked, bool):
+        return asked
+    size = join_world().size if mesh is None else int(mesh.mesh.shape[-1])
+    if isinstance(asked, int) and asked in (1, size):
+        return asked == size
+    smaller = isinstance(asked, int) and 1 < asked < size and not size % asked
+    way_out = f"a 2-D mesh with {asked} ranks in dim 1 gathers over {asked} in forward too" if smaller else ""
+    raise SettingsError(
+        f"fully_shard: reshard_after_forward: expected True, False, None, 1 or {size} (the ranks of the "
+        f"partition group), found {asked!r}: mics keeps a unit whole until backward or divides it over its "
+        f"group; {way_out or 'give one of these'}"
+    )
+
+
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise SettingsError(f"fully_shard: module: expected an nn.Module, found {type(module).__name__}")
-    kind, around = type(module).__name__, find_root(module)
+    kind, around = type(module).__name__, find_root(module) if is_inside(module) else None
     if isinstance(module, _NOT_CALLED):
         raise SettingsError(
             f"fully_shard: module: expected one with a forward, found {kind}, which is never called; call "

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from mics.engine import engine_of
 from mics.errors import SettingsError
+from mics.fsdp.dtensors import divide_model_state
 from mics.fsdp.records import (
     ModuleRecord,
     announce,
@@ -131,6 +132,20 @@ class FSDPModule:
         if torch.device(device).type != here.type:
             raise SettingsError(f"to_empty: device: expected {here}, where the shards are, found {device!r}")
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in FSDP2 DTensors, but copies: all ranks must call it. With ``keep_vars`` the parameters."""
+        module = cast(nn.Module, self)
+        state: dict[str, Any] = self._plain_class.state_dict(module, *args, **kwargs)
+        asked = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        # Of a module inside, on the way from the root, the root will make them.
+        if not asked.get("keep_vars") and (root_of(module) is module or asked.get("destination") is None):
+            divide_model_state(module, state, asked.get("prefix", ""))
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Copy whole tensors or DTensors, also with ``assign``: a sharded model keeps its memory."""
+        return self._plain_class.load_state_dict(cast(nn.Module, self), state_dict, strict)
 
     # -- inside ---------------------------------------------------------------------------------------
 

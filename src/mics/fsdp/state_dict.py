@@ -1,27 +1,28 @@
 """The functions of ``torch.distributed.checkpoint.state_dict`` for models that mics has sharded.
 
-Torch's own know DTensors alone. These take and return what those do: whole tensors, or DTensors over the
-mesh, which ``torch.distributed.checkpoint`` saves and loads. Other models are left to torch.
+Torch's own work too, on the DTensors of ``dtensors.py``. These take and return the same and need less memory:
+one unit at a time is whole, where torch's have each tensor twice, or all of them. Other models are left to
+torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint.state_dict as of_torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mics.comm.journal import collective_call
+from mics.comm.journal import calling
 from mics.engine import Engine, engine_of, is_sharded
 from mics.errors import SettingsError
+from mics.fsdp.dtensors import divide, hand_out, mesh_of
 from mics.fsdp.records import find_record
 from mics.fsdp.waiting import is_waiting, settle
 from mics.guard import ShardParameter, ShardTensor
@@ -32,9 +33,6 @@ from mics.state_dict import (
     take_optimizer_state,
     take_parameters,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -181,9 +179,9 @@ def _listed(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-@collective_call
 def _divided_state_dict(model: nn.Module, asked: StateDictOptions) -> dict[str, Any]:
-    taken = take_parameters(model, _taking(model, asked))
+    with calling("get_model_state_dict"):
+        taken = take_parameters(model, _taking(model, asked))
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -193,46 +191,23 @@ def _divided_state_dict(model: nn.Module, asked: StateDictOptions) -> dict[str, 
             )
         else:
             state[name] = value  # what a module's get_extra_state returned
+    if not asked.cpu_offload:
+        hand_out(model, state)
     return state
 
 
-@collective_call
 def _optimizer_state(
     model: nn.Module, optimizer: Optimizer, take: Callable[[Tensor], Tensor] | None
 ) -> dict[str, dict[str, Any]]:
-    return take_optimizer_state(model, optimizer, take)
+    with calling("get_optimizer_state_dict"):
+        return take_optimizer_state(model, optimizer, take)
 
 
 def _taking(model: nn.Module, asked: StateDictOptions) -> Callable[[Tensor], Tensor]:
     """What to keep of a whole tensor."""
     if asked.full_state_dict:
         return partial(own_copy, cpu=asked.cpu_offload)
-    return partial(_divide, _mesh_of(model), cpu=asked.cpu_offload)
-
-
-def _divide(mesh: DeviceMesh, whole: Tensor, *, cpu: bool) -> Tensor:
-    """This rank's rows of ``whole``, as FSDP2 has them. All ranks have it: nothing is sent."""
-    last: Placement = Shard(0) if whole.dim() else Replicate()
-    placements = [last] if mesh.ndim == 1 else [Replicate(), last]
-    view = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    found = DTensor.from_local(
-        view.to_local().clone(),  # frees the whole one
-        mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.contiguous().stride(),
-    )
-    return found.cpu() if cpu else found
-
-
-def _mesh_of(model: nn.Module) -> DeviceMesh:
-    """The mesh that was given, or one of all ranks."""
-    record = find_record(model)
-    if record is not None and record.mesh is not None:
-        return record.mesh
-    engine = engine_of(model)
-    return init_device_mesh(engine.device.type, (engine.world.size,))
+    return partial(divide, mesh_of(model), cpu=asked.cpu_offload)
 
 
 def _make_state(engine: Engine, optimizer: Optimizer) -> None:

@@ -28,6 +28,7 @@ import torch.nn as nn
 from mics.api import shard
 from mics.engine import engine_of
 from mics.errors import SettingsError
+from mics.fsdp.dtensors import show_dtensors
 from mics.fsdp.module import FSDPModule
 from mics.fsdp.records import (
     ModuleRecord,
@@ -49,6 +50,7 @@ from mics.utils.tensor_trees import cast_floats
 _INITIALISERS: Final = ("reset_parameters", "init_weights")
 
 _waiting: WeakSet[nn.Module] = WeakSet()
+_inside: WeakSet[nn.Module] = WeakSet()  # these, and what is in them
 _classes: dict[tuple[type, ...], type] = {}
 
 
@@ -85,6 +87,10 @@ class _WaitingModule(FSDPModule):
             )
         settle(self)
         return self(*args, **kwargs)
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settle(self)
+        return self.state_dict(*args, **kwargs)
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         settle(self)
@@ -123,11 +129,14 @@ def settle(module: nn.Module) -> None:
             prefetch=prefetch_for([record for _, record in found]),
             **groups_for(found[0][1].mesh),
         )
+    for inner in root.modules():
+        _inside.discard(inner)
     for inner, record in found:
         _waiting.discard(inner)
         record.root = ref(root)
         _change_class(inner, FSDPModule)
         _initialise_whole(root, inner)
+    show_dtensors(root)
     apply_residency(root)
     if found[0][1].says:
         announce(root, found[0][1].says)
@@ -155,18 +164,22 @@ def plain_tables(module: nn.Module, *, once: bool = False) -> Iterator[None]:
 
 def _let_wait(module: nn.Module) -> None:
     for inner in module.modules():
+        _inside.add(inner)
         if inner._parameters and not isinstance(inner._parameters, _WaitingTable):
             inner.__dict__["_parameters"] = _WaitingTable(inner)
 
 
+def is_inside(module: nn.Module) -> bool:
+    """Whether a waiting module contained ``module`` when it was recorded."""
+    return module in _inside
+
+
 def find_root(module: nn.Module) -> Any:
     """The outermost waiting module that contains ``module``."""
-    around = [each for each in _waiting if any(inner is module for inner in each.modules())]
-    roots = [
-        each
-        for each in around
-        if not any(inner is each for other in around if other is not each for inner in other.modules())
-    ]
+    waiting = list(_waiting)
+    inside = {inner for each in waiting for inner in each.modules() if inner is not each}
+    outermost = [each for each in waiting if each not in inside]
+    roots = [each for each in outermost if any(inner is module for inner in each.modules())]
     if len(roots) > 1:
         names = " and ".join(sorted(type(each).__name__ for each in roots))
         raise SettingsError(

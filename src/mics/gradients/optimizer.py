@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import unwrap
@@ -18,6 +19,7 @@ from mics.gradients.optimizer_state import make_contiguous
 from mics.gradients.step import Step
 from mics.guard import ShardTensor, guard_initialisers, plainly, run_plainly
 from mics.sharding.unit import Unit
+from mics.utils.dtensors import is_dtensor
 
 # Optimizers whose update of an element uses that element's values alone are exact on shards.
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -56,6 +58,7 @@ class _Place:
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # sharded parameter -> _Place
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter from before sharding -> its name
 _in_place: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether its state is contiguous
+load_listeners: list[Callable[[Optimizer], None]] = []  # told of optimizers over sharded parameters
 _Members = list[tuple[ref[Step], list[tuple[ref[Unit], int]]]]
 # Weak: an optimizer that its model holds would keep both alive for ever.
 _members: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], _Members]] = WeakKeyDictionary()
@@ -207,6 +210,8 @@ def _load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     _original_load(optimizer, {**state_dict, "state": state})
     for host, unit, index, entries in for_host:
         host.adopt(optimizer, unit, index, entries)
+    for hear in load_listeners:
+        hear(optimizer)
 
 
 def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -238,18 +243,17 @@ def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
                 f"{_DECOUPLED}={saved[_DECOUPLED]}; build the optimizer class that was saved"
             )
     saved_ids = [saved_id for group in groups for saved_id in group["params"]]
-    params = dict(zip(saved_ids, _params_of(optimizer), strict=True))
-    state = {
-        saved_id: _fitting_entries(params[saved_id], entries) if saved_id in params else entries
-        for saved_id, entries in state_dict["state"].items()
-    }
+    state = dict(state_dict["state"])
+    for saved_id, param in zip(saved_ids, _params_of(optimizer), strict=True):  # on all ranks in turn
+        if saved_id in state:
+            state[saved_id] = _fitting_entries(param, state[saved_id])
     return {**state_dict, "state": state}
 
 
 def _fitting_entries(param: torch.nn.Parameter, entries: dict[str, Any]) -> dict[str, Any]:
     place = _places.get(param)
-    unit = None if place is None else place.unit()
-    if unit is None:
+    step, unit = (None, None) if place is None else (place.step(), place.unit())
+    if step is None or unit is None:
         return entries
     layout = unit.layouts[place.index]
     fitted = dict(entries)
@@ -257,7 +261,8 @@ def _fitting_entries(param: torch.nn.Parameter, entries: dict[str, Any]) -> dict
         if isinstance(value, ShardTensor):
             _check_layout(unit, place.index, value)
         elif isinstance(value, torch.Tensor) and value.dim() and layout.is_whole(value):
-            fitted[key] = layout.own_part_of(value).clone()
+            whole = value.full_tensor() if is_dtensor(value) else value
+            fitted[key] = ShardTensor.guard(layout.own_part_of(whole).clone(), layout, ref(step.owner))
         elif isinstance(value, torch.Tensor) and value.dim():
             raise SettingsError(
                 f"optimizer state {key!r} of {layout.label}: expected a tensor of the whole shape "
