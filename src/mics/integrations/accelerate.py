@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 import accelerate
 import torch
 import torch.nn as nn
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -103,10 +103,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _shard(self, model: nn.Module) -> None:
         before = dict(model.named_parameters())
         units = unit_modules(model, self.mics_config.units)
+        idle = _idle_adapters(model)
+        for name in idle:
+            before[name].requires_grad_(True)  # makes room for gradients: set_adapter may switch it on
         self.mics_config.shard(
             model, param_dtype=_DTYPES.get(self.mixed_precision) if self.native_amp else None
         )
         after = dict(model.named_parameters())
+        for name in idle:
+            after[name].requires_grad_(False)
         self._replacements.update({param: after[name] for name, param in before.items()})
         for optimizer in self._optimizers:
             self._replace_params(optimizer)
@@ -233,6 +238,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _idle_adapters(model: nn.Module) -> list[str]:
+    """Frozen parameters of adapters of PEFT, where there are several."""
+    if not is_peft_model(model) or len(model.peft_config) < 2:
+        return []
+    prefix = getattr(model, "prefix", None)  # of their names; some kinds of adapters have none
+    params = model.named_parameters()
+    return [name for name, param in params if prefix and prefix in name and not param.requires_grad]
 
 
 def _owners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.Module, list[Optimizer]]:

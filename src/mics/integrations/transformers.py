@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -49,6 +50,10 @@ class MicsTrainerMixin(_Base):
     def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
         self.mics_config = MicsConfig() if mics_config is None else mics_config
         super().__init__(*args, **options)
+        if hasattr(self, "_dist"):  # a trainer of TRL that generates
+            from mics.integrations.trl import adopt_generation
+
+            adopt_generation(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what cannot work, and make an accelerator that shards."""
@@ -64,7 +69,8 @@ class MicsTrainerMixin(_Base):
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Evaluate a batch; samples from the start that fill up the last one do not count in its loss."""
-        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        state = self.accelerator.gradient_state
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # TRL passes lists of prompts
         is_filled = self.accelerator.use_distributed and state.end_of_dataloader and state.remainder > 0
         counts_tokens = self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
         if not (is_filled and counts_tokens and isinstance(labels, Tensor) and labels.dim() > 1):
