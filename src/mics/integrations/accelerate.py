@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.api import clip_grad_norm_
 from mics.checkpoint import load, save
+from mics.comm import join_world
 from mics.engine import is_sharded
 from mics.errors import SettingsError
 from mics.integrations.config import MicsConfig
@@ -89,7 +90,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Shard ``model`` in place, with mixed precision and compiled units if asked for, and return it."""
         if not is_sharded(model) and next(model.parameters(), None) is not None:
             place = self.device_placement if device_placement is None else device_placement
-            if place and not next(model.parameters()).is_meta:
+            if place and not self._arrives_sharded(model):
                 model.to(self.device)
             self._shard(model)
         plugin = self.state.dynamo_plugin
@@ -99,6 +100,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             plugin.backend = backend
         return prepared
+
+    def _arrives_sharded(self, model: nn.Module) -> bool:
+        """Whether sharding brings the model to the device, unit by unit: the whole of it may not fit."""
+        given = next(model.parameters()).device
+        found = join_world().backend_device(None if given.type == "meta" else given)
+        return found == self.device or found.type == self.device.type == "cpu"  # which accelerate numbers
 
     def _shard(self, model: nn.Module) -> None:
         before = dict(model.named_parameters())
@@ -242,9 +249,10 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def _idle_adapters(model: nn.Module) -> list[str]:
     """Frozen parameters of adapters of PEFT, where there are several."""
-    if not is_peft_model(model) or len(model.peft_config) < 2:
+    adapters: Any = getattr(model, "peft_config", {})
+    if not is_peft_model(model) or len(adapters) < 2:
         return []
-    prefix = getattr(model, "prefix", None)  # of their names; some kinds of adapters have none
+    prefix: Any = getattr(model, "prefix", None)  # of their names; some kinds of adapters have none
     params = model.named_parameters()
     return [name for name, param in params if prefix and prefix in name and not param.requires_grad]
 

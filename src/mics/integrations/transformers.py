@@ -32,6 +32,8 @@ _REFUSED: Final = {
     "auto_find_batch_size": "one rank would try again without the others: set per_device_train_batch_size",
     "fp16_full_eval": "a sharded model keeps its dtype: train and evaluate with fp16=True",
     "bf16_full_eval": "a sharded model keeps its dtype: train and evaluate with bf16=True",
+    # of TRL
+    "use_transformers_continuous_batching": "it changes the dtype of the model: generate without it",
 }
 
 if TYPE_CHECKING:
@@ -60,6 +62,9 @@ class MicsTrainerMixin(_Base):
         _check_arguments(self.args, self.model)
         super().create_accelerator_and_postprocess()
         Accelerator.adopt(self.accelerator, self.mics_config)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave it to the accelerator, which shards it: a whole model may not fit."""
 
     def training_step(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
         """Run one micro-step, the last one announced as such."""
@@ -128,6 +133,10 @@ def _check_arguments(args: TrainingArguments, model: Any) -> None:
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise SettingsError(f"{name}: expected it off, found {getattr(args, name)!r}; {instead}")
+    if not getattr(args, "ds3_gather_for_generation", True):
+        raise SettingsError(
+            "ds3_gather_for_generation: expected True, found False; each rank generates with whole parameters"
+        )
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer not in _OPTIMIZERS:
         raise SettingsError(

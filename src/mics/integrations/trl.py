@@ -6,39 +6,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 import torch.nn as nn
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from mics.engine import is_sharded, units_of
+from mics.engine import is_sharded
 from mics.full_params import iter_full_params
+from mics.integrations.weights import param_dtype
 from mics.state_dict import summon_full_params
 
 
 def adopt_generation(trainer: Any) -> None:
     """Let a trainer of TRL that was just built generate from a sharded model."""
     if isinstance(getattr(trainer, "_dist", None), DistributedBackend):
-        trainer._dist = WholeParameters(trainer.accelerator)
+        trainer._dist.__class__ = WholeParameters
     generation = getattr(trainer, "vllm_generation", None)
     if isinstance(generation, VLLMGeneration):
         generation.__class__ = WeightsToVLLM
 
 
-class WholeParameters(DistributedBackend):  # type: ignore[misc]
+class WholeParameters(DistributedBackend):
     """What TRL asks of a backend, for models that mics has sharded."""
 
-    def summon_full_params(self, module: nn.Module, **options: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def summon_full_params(self, module: nn.Module, **options: Any) -> Iterator[None]:
         """Inside, each rank generates for itself: some may end many tokens before others."""
-        return summon_full_params(module) if is_sharded(module) else nullcontext()
+        with summon_full_params(module) if is_sharded(module) else nullcontext():
+            yield
 
 
-class WeightsToVLLM(VLLMGeneration):  # type: ignore[misc]
+class WeightsToVLLM(VLLMGeneration):
     """Sends whole parameters to vLLM, in the dtype that the model computes in.
 
     No rank holds the whole model, but for adapters of PEFT: they are merged into all parameters at once.
@@ -48,18 +50,12 @@ class WeightsToVLLM(VLLMGeneration):  # type: ignore[misc]
         """On all ranks; to a server, which only the main process talks to, the others send what they have."""
         model: nn.Module = self.model
         if not is_sharded(model):
-            yield from super()._iter_named_params()
+            yield from super()._iter_named_params()  # type: ignore[no-untyped-call]
         elif is_peft_model(model):
             with summon_full_params(model):  # adapters are merged into these, which are then dropped
-                for name, param in super()._iter_named_params():
+                for name, param in super()._iter_named_params():  # type: ignore[no-untyped-call]
                     yield name, param.clone()  # whoever keeps it does not see it unmerged
         else:
             rank = 0 if self.mode == "server" else None
-            for name, param in iter_full_params(model, dtype=_param_dtype(model), rank=rank):
+            for name, param in iter_full_params(model, dtype=param_dtype(model), rank=rank):
                 yield self._fix_param_name_to_vllm(name), param
-
-
-def _param_dtype(model: nn.Module) -> torch.dtype | None:
-    """What all units compute in; None where they differ."""
-    found = {unit.spec.param_dtype for unit in units_of(model) if unit.spec.param_dtype.is_floating_point}
-    return found.pop() if len(found) == 1 else None
