@@ -22,10 +22,11 @@ pytest.importorskip("trl")
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from trl import GRPOConfig, GRPOTrainer
 
+import mics
 from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
 from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, llama, text, tokenizer
 
-_NAMES = ("loss", "grad_norm", "reward", "entropy", "eval_reward")  # TRL averages others over ranks
+_NAMES = ("loss", "grad_norm", "reward", "kl", "entropy", "eval_reward")
 _NEW = 4  # tokens
 _END = 2
 
@@ -149,15 +150,16 @@ def _from_folder(folder: str) -> nn.Module:
     return LlamaForCausalLM.from_pretrained(folder)
 
 
+_REFERENCE = {"beta": 5.0, "sync_ref_model": True, "ref_model_sync_steps": 1}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"eval_strategy": "steps", "eval_steps": 2},
         pytest.param({"num_iterations": 2}, marks=pytest.mark.full),
-        pytest.param({"build": _lora, "beta": 5.0}, marks=pytest.mark.full),
-        pytest.param(
-            {"beta": 5.0, "sync_ref_model": True, "ref_model_sync_steps": 1}, marks=pytest.mark.full
-        ),
+        pytest.param({"build": _lora, "beta": 5.0, "gradient_accumulation_steps": 1}, marks=pytest.mark.full),
+        pytest.param({**_REFERENCE, "gradient_accumulation_steps": 1}, marks=pytest.mark.full),
     ],
     ids=["evaluation", "old_policy", "lora", "reference"],
 )
@@ -176,6 +178,15 @@ def test_tokens_losses_and_norms_of_one_process(options: dict[str, Any], tmp_pat
             _assert_same(history, expected)
         parts = zip(*(seen for _, seen in found), strict=True)  # of each generation, a part of each rank
         assert [list(chain(*part)) for part in parts] == tokens
+
+
+@pytest.mark.parametrize(
+    "options", [{"ds3_gather_for_generation": False}, {"use_transformers_continuous_batching": True}], ids=str
+)
+def test_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """At construction, by the argument's name."""
+    with pytest.raises(mics.SettingsError, match=f"^{next(iter(options))}: expected"):
+        _grpo(str(tmp_path), 1, 1, **options)
 
 
 # -- vLLM, as far as TRL calls it ------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Run against the real classes of verl, on the CPU: a stand-in for the platform sa
 
 from __future__ import annotations
 
+import inspect
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("verl", reason="verl is not installed")
 
+import mics
 from tests.integrations.hugging_face import VOCAB, llama
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
@@ -152,8 +155,6 @@ def _plain(model: nn.Module, steps: range) -> list[tuple[float, float]]:
 
 
 def _run(folder: str, fsdp_size: int) -> tuple[Any, Any, dict[str, Tensor], list[float]]:
-    import mics
-
     contents = ["model", "optimizer", "extra", "hf_model"]
     engine = _engine(folder + "/model", fsdp_size, checkpoint={"save_contents": contents})
     engine.initialize()
@@ -197,3 +198,41 @@ def test_losses_norms_weights_and_checkpoints_of_one_process(fsdp_size: int, tmp
     assert logprobs[: len(row) - 1] == pytest.approx(plain.tolist(), rel=1e-5)
     for ours, theirs in zip(run_ranks(2, _resume, str(tmp_path), 2, timeout_s=280)[0], then, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"engine": {"param_offload": True}}, "param_offload"),
+        ({"engine": {"optimizer_offload": True}}, "optimizer_offload"),
+        ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size"),
+        ({"engine": {"mixed_precision": {"param_dtype": "fp16"}}}, "mixed_precision.param_dtype"),
+        ({"model": {"enable_activation_offload": True}}, "enable_activation_offload"),
+        ({"checkpoint": {"save_lora_only": True}}, "checkpoint.save_lora_only"),
+        ({"checkpoint": {"save_contents": ["optimizer"]}}, "checkpoint.save_contents"),
+    ],
+)
+def test_refused(options: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """When the engine is built, by the name in the config."""
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(mics.SettingsError, match=f"^{name}: expected"):
+        _engine(str(tmp_path), 1, **options)
+
+
+def test_interface() -> None:
+    """All that verl asks of an engine is there, with the parameters that it passes; shards are refused."""
+    from verl.workers.engine.base import BaseEngine
+
+    from mics.integrations.verl import MicsEngineWithLMHead
+
+    inherited = {"train_batch", "infer_batch", "prime_delta_snapshots"}  # of what an engine has
+    for name, theirs in inspect.getmembers(BaseEngine, inspect.isfunction):
+        ours = getattr(MicsEngineWithLMHead, name)
+        assert ours is not theirs or name in inherited, name
+        missing = inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys()
+        assert not missing - {"kwargs"}, (name, missing)
+
+
+def test_the_entry_point_names_the_module() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["verl.plugins"] == {"mics": "mics.integrations.verl"}

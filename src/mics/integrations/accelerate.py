@@ -105,7 +105,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Whether sharding brings the model to the device, unit by unit: the whole of it may not fit."""
         given = next(model.parameters()).device
         found = join_world().backend_device(None if given.type == "meta" else given)
-        return found == self.device or found.type == self.device.type == "cpu"  # which accelerate numbers
+        own: torch.device = self.device
+        return found == own or found.type == own.type == "cpu"  # which accelerate numbers
 
     def _shard(self, model: nn.Module) -> None:
         before = dict(model.named_parameters())
