@@ -186,7 +186,7 @@ def test_losses_norms_weights_and_checkpoints_of_one_process(fsdp_size: int, tmp
     model.save_pretrained(tmp_path / "model")
     expected = _plain(model, range(2))
     halfway = {name: value.clone() for name, value in model.state_dict().items()}
-    first, then, sent, logprobs = run_ranks(4, _run, str(tmp_path), fsdp_size, timeout_s=280)[0]
+    first, then, sent, logprobs = run_ranks(4, _run, str(tmp_path), fsdp_size, timeout_s=600)[0]
     for ours, theirs in zip(first, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     exported = type(model).from_pretrained(tmp_path / "saved" / "huggingface").state_dict()
@@ -196,7 +196,7 @@ def test_losses_norms_weights_and_checkpoints_of_one_process(fsdp_size: int, tmp
     row = _rows(0)[0]
     plain = model(input_ids=row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])[:, 0]
     assert logprobs[: len(row) - 1] == pytest.approx(plain.tolist(), rel=1e-5)
-    for ours, theirs in zip(run_ranks(2, _resume, str(tmp_path), 2, timeout_s=280)[0], then, strict=True):
+    for ours, theirs in zip(run_ranks(2, _resume, str(tmp_path), 2, timeout_s=600)[0], then, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
