@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
 
 VOCAB = 31
 LENGTH = 6
+_WORDS = [f"w{number}" for number in range(3, VOCAB)]
 
 
 def gpt2() -> nn.Module:
@@ -58,6 +66,23 @@ def tokens(num: int, *, seed: int = 0) -> list[dict[str, torch.Tensor]]:
         labels[: number % 3] = -100
         samples.append({"input_ids": ids, "labels": labels})
     return samples
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of words, one for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "<s>", "</s>", *_WORDS]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def text(number: int, length: int) -> str:
+    """Words of that tokenizer."""
+    return " ".join(_WORDS[(number * 7 + step * 3) % len(_WORDS)] for step in range(length))
 
 
 def fresh_accelerate() -> None:

@@ -26,6 +26,7 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "accelerate.Accelerator.unscale_gradients": (),
         "accelerate.Accelerator.sync_gradients": (),
         "accelerate.Accelerator.parallelism_config": (),
+        "accelerate.utils.is_peft_model": ("model",),
         "accelerate.optimizer.AcceleratedOptimizer.state": (),
         "accelerate.state.GradientState.remainder": (),
         "accelerate.state.GradientState.end_of_dataloader": (),
@@ -38,11 +39,64 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.Trainer.training_step": ("model", "inputs"),
         "transformers.Trainer.prediction_step": ("model", "inputs"),
         "transformers.Trainer.hyperparameter_search": (),
+        "transformers.Trainer._move_model_to_device": ("model", "device"),
         "transformers.Trainer._save": ("output_dir", "state_dict"),
         "transformers.Trainer._save_optimizer_and_scheduler": ("output_dir",),
         "transformers.Trainer._load_from_checkpoint": ("resume_from_checkpoint", "model"),
         "transformers.Trainer._load_optimizer_and_scheduler": ("checkpoint",),
         "transformers.trainer.SCHEDULER_NAME": (),
+    },
+    "trl": {
+        "trl.distributed.DistributedBackend.summon_full_params": ("module",),
+        "trl.generation.vllm_generation.VLLMGeneration._iter_named_params": (),
+        "trl.generation.vllm_generation.VLLMGeneration._fix_param_name_to_vllm": ("name",),
+    },
+    "verl": {
+        "verl.utils.checkpoint.checkpoint_manager.BaseCheckpointManager": (
+            "model",
+            "optimizer",
+            "lr_scheduler",
+            "processing_class",
+            "checkpoint_config",
+        ),
+        "verl.utils.checkpoint.checkpoint_manager.BaseCheckpointManager.save_checkpoint": (
+            "local_path",
+            "hdfs_path",
+            "global_step",
+            "max_ckpt_to_keep",
+        ),
+        "verl.utils.checkpoint.checkpoint_manager.BaseCheckpointManager.ensure_checkpoint_capacity": (
+            "max_ckpt_to_keep",
+        ),
+        "verl.utils.checkpoint.checkpoint_manager.BaseCheckpointManager.register_checkpoint": (
+            "new_path",
+            "max_ckpt_to_keep",
+        ),
+        "verl.utils.device.get_device_name": (),
+        "verl.utils.fsdp_utils.normalize_peft_param_name": ("params",),
+        "verl.utils.fsdp_utils.replace_lora_wrapper": ("k", "peft_config"),
+        "verl.utils.model.convert_weight_keys": ("state_dict", "model"),
+        "verl.utils.torch_dtypes.PrecisionType.to_dtype": ("precision",),
+        "verl.workers.engine.base.EngineRegistry.register": ("model_type", "backend", "device"),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine": (
+            "model_config",
+            "engine_config",
+            "optimizer_config",
+            "checkpoint_config",
+        ),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine._init_device_mesh": (),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine._build_fsdp_module": ("module",),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine._gradient_sync_context": (
+            "is_last_micro_batch",
+        ),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.to": ("device", "model", "optimizer", "grad"),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.get_per_tensor_param": (
+            "layered_summon",
+            "base_sync_done",
+        ),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithValueHead": (),
+        "verl.workers.engine.fsdp.utils.create_device_mesh": ("world_size", "fsdp_size"),
+        "verl.workers.engine.fsdp.utils.unfuse_moe_params": ("weights", "model_type"),
     },
 }
 # Calls that must still be there, in the text of the method that makes them: we change what they do.
@@ -76,6 +130,32 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.Trainer.save_model": ("self._save(output_dir)",),
         "transformers.Trainer._save_checkpoint": ("self._save_optimizer_and_scheduler(output_dir)",),
         "transformers.Trainer.prediction_step": ("self._get_num_items_in_batch(",),
+    },
+    "trl": {
+        "trl.GRPOTrainer.__init__": (
+            "self._dist = DistributedBackend(",
+            "self.vllm_generation = VLLMGeneration(",
+        ),
+        "trl.GRPOTrainer._generate_single_turn": ("self._dist.summon_full_params(", ".sync_weights()"),
+        "trl.generation.vllm_generation.VLLMGeneration.sync_weights": (
+            "self._iter_named_params()",
+            "accelerator.is_main_process",
+        ),
+        "trl.generation.vllm_generation.VLLMGeneration._iter_named_params": (
+            "self.model",
+            "merge_adapter()",
+        ),
+    },
+    "verl": {
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine._build_model_optimizer": (
+            "self._build_module()",
+            "self._build_fsdp_module(module)",
+        ),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine._build_module": ("mesh=self.device_mesh",),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.forward_backward_batch": (
+            "self._gradient_sync_context(",
+        ),
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step": ("_autocast_dtype",),
     },
 }
 

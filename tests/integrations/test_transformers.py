@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.ranks import run_ranks
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import mics
 from mics.engine import engine_of
@@ -90,11 +91,11 @@ def _accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((guesses.argmax(-1) == prediction.label_ids)[counted].mean())}
 
 
-def _lora() -> nn.Module:
+def _lora(**options: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     model = gpt2()
-    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM", **options)
     return get_peft_model(model, config)
 
 
@@ -111,6 +112,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 2,
     },
     "lora": {"build": _lora},
+    "dora": {"build": partial(_lora, use_dora=True)},
 }
 
 
@@ -157,15 +159,25 @@ def _save_and_go_on(folder: str) -> tuple[list[dict[str, float]], float, dict[st
     return _history(trainer), best, _whole(trainer)
 
 
-def _resume(folder: str, partition_size: int, world_size: int) -> list[dict[str, float]]:
-    options = {**_SAVING, "load_best_model_at_end": False, "save_strategy": "no"}
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return gpt2()
+
+
+def _resume(
+    folder: str, partition_size: int, world_size: int, build: Callable[[], nn.Module] = gpt2
+) -> list[dict[str, float]]:
+    options = {**_SAVING, "load_best_model_at_end": False, "save_strategy": "no", "build": build}
     trainer = _trainer(folder + "/again", partition_size, world_size, **options)
     trainer.train(resume_from_checkpoint=folder + "/checkpoint-4")
     return _history(trainer)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """A resumed run is the same to the bit, on other ranks to rounding; the folders load as plain models."""
+    """A resumed run is the same to the bit, on other ranks to rounding; the folders load as plain models.
+
+    The model that resumes may be on meta: it never has whole parameters.
+    """
     folder = str(tmp_path)
     history, best, whole = run_ranks(4, _save_and_go_on, folder)[0]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
@@ -174,6 +186,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
     resumed = run_ranks(4, _resume, folder, 2, 4)[0]
     assert resumed[:-1] == history[: len(resumed) - 1]
+    assert run_ranks(4, _resume, folder, 2, 4, _on_meta)[0] == resumed
     assert len([entry for entry in resumed if "loss" in entry]) == 6
     _assert_same(run_ranks(2, _resume, folder, 1, 2)[0], resumed)
 
@@ -196,6 +209,58 @@ def _resume_plain_checkpoint(
 def test_a_checkpoint_of_the_plain_trainer_resumes_sharded(tmp_path: Path) -> None:
     (expected,) = run_ranks(1, _resume_plain_checkpoint, str(tmp_path), None, 1, launch="none")
     _assert_same(run_ranks(4, _resume_plain_checkpoint, str(tmp_path), 2, 4)[0], expected)
+
+
+class _Notes(TrainerCallback):
+    """Writes down what it is told, and looks at the whole model."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append("begin")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append(f"step {state.global_step}")
+        self.weights.append(mics.full_state_dict(given["model"], rank0_only=False))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append("evaluated")
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append("saved")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.events.append("end")
+
+
+_EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+
+
+def _with_callbacks(folder: str) -> list[str]:
+    notes = _Notes()
+    options = {**_EACH_STEP, "learning_rate": 0.0, "save_only_model": True, "load_best_model_at_end": True}
+    options["callbacks"] = [notes, EarlyStoppingCallback(2)]
+    trainer = _trainer(folder, 2, 4, max_steps=8, **options)
+    trainer.train()
+    assert all(torch.equal(notes.weights[0][name], value) for name, value in _whole(trainer).items())
+    trainer.create_model_card()
+    trainer.save_model()
+    return notes.events
+
+
+def test_callbacks(tmp_path: Path) -> None:
+    """They are told what happens on every rank, may read the whole model, and may stop the run.
+
+    Checkpoints of models only have no optimizer, and the folder has what a repository of the hub needs.
+    """
+    steps = [[f"step {number}", "evaluated", "saved"] for number in (1, 2, 3)]
+    for events in run_ranks(4, _with_callbacks, str(tmp_path)):
+        assert events == ["begin", *steps[0], *steps[1], *steps[2], "end"]
+    assert not list(tmp_path.glob("checkpoint-*/mics")) and list(tmp_path.glob("checkpoint-*/*.safetensors"))
+    assert {"README.md", "config.json", "generation_config.json"} < {path.name for path in tmp_path.iterdir()}
+    type(gpt2()).from_pretrained(tmp_path)
 
 
 def _lora_folder(folder: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:

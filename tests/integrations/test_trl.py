@@ -12,13 +12,10 @@ from tests.ranks import run_ranks
 pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
-from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
-from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, gpt2
-
-_WORDS = [f"w{number}" for number in range(3, VOCAB)]
+from tests.integrations.hugging_face import arguments, fresh_accelerate, gpt2, text, tokenizer
 
 
 class _MySFTTrainer(MicsTrainerMixin, SFTTrainer):
@@ -29,25 +26,10 @@ class _MyDPOTrainer(MicsTrainerMixin, DPOTrainer):
     """The same for preferences."""
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    names = ["<pad>", "<s>", "</s>", *_WORDS]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-def _text(number: int, length: int) -> str:
-    return " ".join(_WORDS[(number * 7 + step * 3) % len(_WORDS)] for step in range(length))
-
-
 def _sft(folder: str, world_size: int | None) -> list[dict[str, float]]:
     from datasets import Dataset
 
-    rows = [{"text": _text(number, 3 + number % 5)} for number in range(48)]
+    rows = [{"text": text(number, 3 + number % 5)} for number in range(48)]
     return _train(SFTTrainer, _MySFTTrainer, SFTConfig, folder, world_size, Dataset.from_list(rows))
 
 
@@ -55,7 +37,7 @@ def _dpo(folder: str, world_size: int | None) -> list[dict[str, float]]:
     from datasets import Dataset
 
     rows = [
-        {"prompt": _text(n, 2), "chosen": " " + _text(n + 1, 3), "rejected": " " + _text(n + 2, 3)}
+        {"prompt": text(n, 2), "chosen": " " + text(n + 1, 3), "rejected": " " + text(n + 2, 3)}
         for n in range(48)
     ]
     return _train(DPOTrainer, _MyDPOTrainer, DPOConfig, folder, world_size, Dataset.from_list(rows))
@@ -73,7 +55,7 @@ def _train(
         gradient_accumulation_steps=2,
         bf16=False,
     )
-    given = {"train_dataset": data, "processing_class": _tokenizer()}
+    given = {"train_dataset": data, "processing_class": tokenizer()}
     if plain is DPOTrainer:
         given["ref_model"] = gpt2()
     if world_size is None:

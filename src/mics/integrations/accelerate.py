@@ -10,13 +10,14 @@ from typing import Any, Final, NoReturn
 import accelerate
 import torch
 import torch.nn as nn
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.api import clip_grad_norm_
 from mics.checkpoint import load, save
+from mics.comm import join_world
 from mics.engine import is_sharded
 from mics.errors import SettingsError
 from mics.integrations.config import MicsConfig
@@ -89,7 +90,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Shard ``model`` in place, with mixed precision and compiled units if asked for, and return it."""
         if not is_sharded(model) and next(model.parameters(), None) is not None:
             place = self.device_placement if device_placement is None else device_placement
-            if place and not next(model.parameters()).is_meta:
+            if place and not self._arrives_sharded(model):
                 model.to(self.device)
             self._shard(model)
         plugin = self.state.dynamo_plugin
@@ -100,13 +101,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             plugin.backend = backend
         return prepared
 
+    def _arrives_sharded(self, model: nn.Module) -> bool:
+        """Whether sharding brings the model to the device, unit by unit: the whole of it may not fit."""
+        given = next(model.parameters()).device
+        found = join_world().backend_device(None if given.type == "meta" else given)
+        own: torch.device = self.device
+        return found == own or found.type == own.type == "cpu"  # which accelerate numbers
+
     def _shard(self, model: nn.Module) -> None:
         before = dict(model.named_parameters())
         units = unit_modules(model, self.mics_config.units)
+        idle = _idle_adapters(model)
+        for name in idle:
+            before[name].requires_grad_(True)  # makes room for gradients: set_adapter may switch it on
         self.mics_config.shard(
             model, param_dtype=_DTYPES.get(self.mixed_precision) if self.native_amp else None
         )
         after = dict(model.named_parameters())
+        for name in idle:
+            after[name].requires_grad_(False)
         self._replacements.update({param: after[name] for name, param in before.items()})
         for optimizer in self._optimizers:
             self._replace_params(optimizer)
@@ -233,6 +246,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _idle_adapters(model: nn.Module) -> list[str]:
+    """Frozen parameters of adapters of PEFT, where there are several."""
+    adapters: Any = getattr(model, "peft_config", {})
+    if not is_peft_model(model) or len(adapters) < 2:
+        return []
+    prefix: Any = getattr(model, "prefix", None)  # of their names; some kinds of adapters have none
+    params = model.named_parameters()
+    return [name for name, param in params if prefix and prefix in name and not param.requires_grad]
 
 
 def _owners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.Module, list[Optimizer]]:

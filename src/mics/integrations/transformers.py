@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -31,6 +32,8 @@ _REFUSED: Final = {
     "auto_find_batch_size": "one rank would try again without the others: set per_device_train_batch_size",
     "fp16_full_eval": "a sharded model keeps its dtype: train and evaluate with fp16=True",
     "bf16_full_eval": "a sharded model keeps its dtype: train and evaluate with bf16=True",
+    # of TRL
+    "use_transformers_continuous_batching": "it changes the dtype of the model: generate without it",
 }
 
 if TYPE_CHECKING:
@@ -49,12 +52,19 @@ class MicsTrainerMixin(_Base):
     def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
         self.mics_config = MicsConfig() if mics_config is None else mics_config
         super().__init__(*args, **options)
+        if hasattr(self, "_dist"):  # a trainer of TRL that generates
+            from mics.integrations.trl import adopt_generation
+
+            adopt_generation(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what cannot work, and make an accelerator that shards."""
         _check_arguments(self.args, self.model)
         super().create_accelerator_and_postprocess()
         Accelerator.adopt(self.accelerator, self.mics_config)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave it to the accelerator, which shards it: a whole model may not fit."""
 
     def training_step(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
         """Run one micro-step, the last one announced as such."""
@@ -64,7 +74,8 @@ class MicsTrainerMixin(_Base):
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Evaluate a batch; samples from the start that fill up the last one do not count in its loss."""
-        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        state = self.accelerator.gradient_state
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # TRL passes lists of prompts
         is_filled = self.accelerator.use_distributed and state.end_of_dataloader and state.remainder > 0
         counts_tokens = self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
         if not (is_filled and counts_tokens and isinstance(labels, Tensor) and labels.dim() > 1):
@@ -122,6 +133,10 @@ def _check_arguments(args: TrainingArguments, model: Any) -> None:
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise SettingsError(f"{name}: expected it off, found {getattr(args, name)!r}; {instead}")
+    if not getattr(args, "ds3_gather_for_generation", True):
+        raise SettingsError(
+            "ds3_gather_for_generation: expected True, found False; each rank generates with whole parameters"
+        )
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer not in _OPTIMIZERS:
         raise SettingsError(

@@ -17,6 +17,7 @@ from mics.checkpoint.formats.safetensors_files import MAP_NAME
 from mics.checkpoint.model_folder import SHARD_NBYTES, export_model
 from mics.checkpoint.saving import join_hosts
 from mics.checkpoint.together import together
+from mics.engine import units_of
 from mics.errors import CheckpointError, SettingsError
 from mics.models.huggingface import CONFIG
 
@@ -51,6 +52,12 @@ def export_safetensors(
     export_model(
         model, out, beside=partial(write_config, model, dtype=dtype), shard_nbytes=nbytes, dtype=dtype
     )
+
+
+def param_dtype(model: nn.Module) -> torch.dtype | None:
+    """What all units of a sharded model compute in; None where they differ."""
+    found = {unit.spec.param_dtype for unit in units_of(model) if unit.spec.param_dtype.is_floating_point}
+    return found.pop() if len(found) == 1 else None
 
 
 def is_of_transformers(model: nn.Module) -> bool:
