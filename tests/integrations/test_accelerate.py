@@ -129,6 +129,47 @@ def test_state_loads_on_other_ranks(tmp_path: Path) -> None:
         assert not torch.equal(value, initial[name]), name
 
 
+def _two_models(
+    partition_size: int | None, world_size: int, save: str | None = None, load: str | None = None
+) -> list[float]:
+    """Losses of two models that one optimizer trains: steps of five batches, a checkpoint after the sixth."""
+    accelerator = _accelerator(partition_size, 5)
+    first, second = llama(), gpt2()
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=world_size, gamma=0.5)
+    loader = torch.utils.data.DataLoader(tokens(11 * GLOBAL_BATCH), batch_size=GLOBAL_BATCH // world_size)
+    first, second, optimizer, loader, scheduler = accelerator.prepare(
+        first, second, optimizer, loader, scheduler
+    )
+    losses = []
+    if load is not None:
+        accelerator.load_state(load)
+        loader = accelerator.skip_first_batches(loader, 6)
+    for number, batch in enumerate(loader, 1):
+        with accelerator.accumulate(first, second):
+            loss = torch.nn.functional.mse_loss(
+                first(input_ids=batch["input_ids"]).logits, second(input_ids=batch["input_ids"]).logits + 1
+            )
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if save is not None and number == 6:
+            accelerator.save_state(save)
+    return losses
+
+
+def test_an_optimizer_for_two_models_loads_on_more_ranks(tmp_path: Path) -> None:
+    """Saved between optimizer steps: the new ranks count micro-steps as the others do."""
+    (expected,) = run_ranks(1, _two_models, None, 1, launch="none", kwargs={"save": str(tmp_path / "plain")})
+    whole = run_ranks(2, _two_models, 1, 2, kwargs={"save": str(tmp_path / "sharded")})[0]
+    assert whole == pytest.approx(expected, rel=1e-5)
+    (expected,) = run_ranks(1, _two_models, None, 1, launch="none", kwargs={"load": str(tmp_path / "plain")})
+    for found in run_ranks(4, _two_models, 2, 4, kwargs={"load": str(tmp_path / "sharded")}):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def _separately(order: str) -> list[float]:
     """Prepare model and optimizer one after the other."""
     accelerator = _accelerator(2, 1)
@@ -177,7 +218,13 @@ def test_the_last_micro_step_is_announced() -> None:
 
 def test_refused() -> None:
     """By name, and before anything is changed."""
-    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+    )
 
     for name, value in {
         "fsdp_plugin": FullyShardedDataParallelPlugin(),
@@ -185,6 +232,14 @@ def test_refused() -> None:
     }.items():
         with pytest.raises(mics.SettingsError, match=f"^{name}: expected None"):
             Accelerator(**{name: value})
+    compressed = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    for name, options in {
+        "even_batches": {"dataloader_config": DataLoaderConfiguration(even_batches=False)},
+        "comm_hook": {"kwargs_handlers": [compressed]},
+    }.items():
+        fresh_accelerate()
+        with pytest.raises(mics.SettingsError, match=f"^{name}: expected"):
+            Accelerator(cpu=True, **options)
     with pytest.raises(mics.SettingsError, match=r"^mics_config: expected a MicsConfig"):
         Accelerator(cpu=True, mics_config={"partition_size": 2})
     accelerator = _accelerator(1, 1)
