@@ -426,6 +426,37 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     Chain().load_state_dict(whole)
 
 
+def _one_step(folder: str) -> None:
+    engine = _engine(config(**zero(3, mics_shard_size=2)), 1)
+    _train(engine, range(1))
+    engine.save_checkpoint(folder)
+
+
+def _the_rest(folder: str) -> Any:
+    """Each rank trains in two micro-steps what two ranks did in one. A micro-step before is forgotten."""
+    engine = _engine(config(**zero(3)), 2)
+    engine.backward(engine(*floats(7, 7, 7)))
+    engine.step()
+    engine.load_checkpoint(folder)
+    losses, norms = [], []
+    for step in range(1, 4):
+        for micro in range(2):
+            losses.append(engine.backward(engine(*floats(step, 0, 2 * micro + engine.global_rank))).item())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return [a + b for a, b in zip(losses[::2], losses[1::2], strict=True)], norms
+
+
+def test_a_run_goes_on_on_fewer_ranks_with_more_micro_steps(tmp_path: Path) -> None:
+    """Steps are as long as the new config says, from the first one on."""
+    run_ranks(4, _one_step, str(tmp_path))
+    found = run_ranks(2, _the_rest, str(tmp_path))
+    expected = plain(1, 4)
+    losses = torch.tensor([losses for losses, _ in found]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(expected.losses)[1:, 0, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[0][1], expected.norms[1:], atol=1e-5, rtol=1e-4)
+
+
 # -- checkpoints of DeepSpeed --------------------------------------------------------------------------------
 
 

@@ -277,7 +277,8 @@ class DeepSpeedEngine(_Configured):
             found = load_deepspeed_checkpoint(
                 self.module, root, optimizer, tag=name, strict=load_module_strict
             )
-            self._restore(found.counts if not load_module_only else {})
+            if not load_module_only:
+                self._restore(found.counts)
             return str(root / name), found.client_state
         state: dict[str, Any] = {}
         if (
@@ -315,9 +316,12 @@ class DeepSpeedEngine(_Configured):
     def _restore(self, counts: Mapping[str, Any]) -> None:
         for name in _COUNTS:
             setattr(self, name, int(counts.get(name, getattr(self, name))))
+        # Gradients are not saved, and a step may have more micro-steps now: the next one is its first.
+        self.optimizer.zero_grad()
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
 
 
-_COUNTS: Final = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+_COUNTS: Final = ("global_steps", "global_samples", "skipped_steps")
 
 
 def _named(root: Place, tag: str | int | None) -> tuple[str, bool]:
