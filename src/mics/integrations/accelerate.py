@@ -49,6 +49,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     mics_config: MicsConfig
+    step: int
     _models: list[nn.Module]
     _optimizers: list[Optimizer]
 
