@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 
 import accelerate
 from safetensors.torch import load_file
+from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from mics.engine import engine_of
 from mics.integrations.accelerate import Accelerator, MicsConfig
@@ -127,6 +128,72 @@ def test_state_loads_on_other_ranks(tmp_path: Path) -> None:
     for name, value in plain.items():
         assert torch.equal(value, weights[name])
         assert not torch.equal(value, initial[name]), name
+
+
+def _example(kind: str, partition_size: int | None, world_size: int) -> list[float]:
+    """The calls of Accelerate's cv_example and nlp_example, in their order, with small models and data.
+
+    "nlp" accumulates by itself, with the schedule built after ``prepare``, and evaluates with gradients on.
+    "cv" trains the head of a frozen model with an optimizer for all of it, and schedules in one cycle.
+    """
+    accelerator = _accelerator(partition_size, 1)
+    accelerate.utils.set_seed(42)
+    local = GLOBAL_BATCH // world_size
+    generator = torch.Generator().manual_seed(0)
+    if kind == "nlp":
+        sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+        rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model: Any = BertForSequenceClassification(BertConfig(vocab_size=31, **sizes, **rates))
+        inputs = torch.randint(3, 31, (60, 6), generator=generator)
+    else:
+        layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.GroupNorm(2, 4), torch.nn.ReLU(), torch.nn.Flatten()]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(144, 2)).to(accelerator.device)
+        model[:-1].requires_grad_(requires_grad=False)
+        inputs = torch.randn(60, 3, 8, 8, generator=generator)
+    samples = [{"x": x, "label": number % 2} for number, x in enumerate(inputs)]
+    # Not shuffled: Accelerate draws another order on ranks than in one process.
+    loader = torch.utils.data.DataLoader(samples[:48], batch_size=local)
+    heldout = torch.utils.data.DataLoader(samples[48:], batch_size=local)
+    optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-2)
+    # Accelerate steps it once for each rank: a rise of three steps in a cycle of twelve.
+    total = 12 * world_size + 1
+    peak = (3 * world_size + 1) / total
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=total, pct_start=peak)
+    model, optimizer, loader, heldout = accelerator.prepare(model, optimizer, loader, heldout)
+    if kind == "nlp":
+        scheduler = get_linear_schedule_with_warmup(optimizer, 2, 2 * len(loader))
+    else:
+        scheduler = accelerator.prepare(cycle)
+    found = []
+    for _ in range(2):
+        model.train()
+        for step, batch in enumerate(loader):
+            batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+            output = model(batch["x"])
+            loss = torch.nn.functional.cross_entropy(getattr(output, "logits", output), batch["label"])
+            accelerator.backward(loss / 2)
+            if kind == "cv" or step % 2:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append(float(accelerator.reduce(loss.detach(), "mean")))
+        model.eval()
+        with torch.set_grad_enabled(kind == "nlp"):
+            for batch in heldout:
+                output = model(batch["x"])
+                output = accelerator.gather_for_metrics(getattr(output, "logits", output))
+                found += output.detach().flatten().tolist()
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["nlp", "cv"])
+def test_examples_of_accelerate(kind: str) -> None:
+    """Losses and all logits of the evaluation, whose last batch is not full."""
+    (expected,) = run_ranks(1, _example, kind, None, 1, launch="none")
+    assert len(expected) == 2 * (6 + 2 * 12)
+    for found in run_ranks(4, _example, kind, 2, 4):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def _two_models(
