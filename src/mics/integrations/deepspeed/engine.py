@@ -348,7 +348,7 @@ class DeepSpeedEngine(_Configured):
 
     def _take_schedule(self, state: dict[str, Any]) -> None:
         """Go on where a schedule of DeepSpeed's stood, or the scheduler that it was given."""
-        if not hasattr(self.lr_scheduler, "load_state_dict"):
+        if self.lr_scheduler is None or not hasattr(self.lr_scheduler, "load_state_dict"):
             return
         own = isinstance(self.lr_scheduler, Schedule)
         known = DEEPSPEED_STATE if own else self.lr_scheduler.state_dict().keys()
