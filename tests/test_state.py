@@ -123,6 +123,30 @@ def test_a_full_state_dict_is_a_copy() -> None:
     assert all(run_ranks(2, _edits_reach_the_model))
 
 
+def _in_evaluation() -> bool:
+    import mics
+
+    model = _sharded(partition_size=1)
+    optimizer = adamw(model)
+    model(*toys.language_batch(0, 0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = mics.full_state_dict(model, rank0_only=False)
+    moments = mics.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    with torch.inference_mode():
+        found = mics.full_state_dict(model, rank0_only=False)
+        again = mics.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+        with mics.summon_full_params(model):
+            whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model(*toys.language_batch(1, 0, 0)).backward()  # goes on
+    assert all(torch.equal(again[name]["exp_avg"], entry["exp_avg"]) for name, entry in moments.items())
+    return _equal(found, expected) and all(torch.equal(whole[name], expected[name]) for name in whole)
+
+
+def test_full_state_dict_in_inference_mode() -> None:
+    assert run_ranks(2, _in_evaluation) == [True, True]
+
+
 def _alone() -> bool:
     import mics
 

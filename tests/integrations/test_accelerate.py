@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 
 import accelerate
 from safetensors.torch import load_file
+from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from mics.engine import engine_of
 from mics.integrations.accelerate import Accelerator, MicsConfig
@@ -129,6 +130,113 @@ def test_state_loads_on_other_ranks(tmp_path: Path) -> None:
         assert not torch.equal(value, initial[name]), name
 
 
+def _example(kind: str, partition_size: int | None, world_size: int) -> list[float]:
+    """The calls of Accelerate's cv_example and nlp_example, in their order, with small models and data.
+
+    "nlp" accumulates by itself, with the schedule built after ``prepare``, and evaluates with gradients on.
+    "cv" trains the head of a frozen model with an optimizer for all of it, and schedules in one cycle.
+    """
+    accelerator = _accelerator(partition_size, 1)
+    accelerate.utils.set_seed(42)
+    local = GLOBAL_BATCH // world_size
+    generator = torch.Generator().manual_seed(0)
+    if kind == "nlp":
+        sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+        rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model: Any = BertForSequenceClassification(BertConfig(vocab_size=31, **sizes, **rates))
+        inputs = torch.randint(3, 31, (60, 6), generator=generator)
+    else:
+        layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.GroupNorm(2, 4), torch.nn.ReLU(), torch.nn.Flatten()]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(144, 2)).to(accelerator.device)
+        model[:-1].requires_grad_(requires_grad=False)
+        inputs = torch.randn(60, 3, 8, 8, generator=generator)
+    samples = [{"x": x, "label": number % 2} for number, x in enumerate(inputs)]
+    # Not shuffled: Accelerate draws another order on ranks than in one process.
+    loader = torch.utils.data.DataLoader(samples[:48], batch_size=local)
+    heldout = torch.utils.data.DataLoader(samples[48:], batch_size=local)
+    optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-2)
+    # Accelerate steps it once for each rank: a rise of three steps in a cycle of twelve.
+    total = 12 * world_size + 1
+    peak = (3 * world_size + 1) / total
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=total, pct_start=peak)
+    model, optimizer, loader, heldout = accelerator.prepare(model, optimizer, loader, heldout)
+    if kind == "nlp":
+        scheduler = get_linear_schedule_with_warmup(optimizer, 2, 2 * len(loader))
+    else:
+        scheduler = accelerator.prepare(cycle)
+    found = []
+    for _ in range(2):
+        model.train()
+        for step, batch in enumerate(loader):
+            batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+            output = model(batch["x"])
+            loss = torch.nn.functional.cross_entropy(getattr(output, "logits", output), batch["label"])
+            accelerator.backward(loss / 2)
+            if kind == "cv" or step % 2:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append(float(accelerator.reduce(loss.detach(), "mean")))
+        model.eval()
+        with torch.set_grad_enabled(kind == "nlp"):
+            for batch in heldout:
+                output = model(batch["x"])
+                output = accelerator.gather_for_metrics(getattr(output, "logits", output))
+                found += output.detach().flatten().tolist()
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["nlp", "cv"])
+def test_examples_of_accelerate(kind: str) -> None:
+    """Losses and all logits of the evaluation, whose last batch is not full."""
+    (expected,) = run_ranks(1, _example, kind, None, 1, launch="none")
+    assert len(expected) == 2 * (6 + 2 * 12)
+    for found in run_ranks(4, _example, kind, 2, 4):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def _two_models(
+    partition_size: int | None, world_size: int, save: str | None = None, load: str | None = None
+) -> list[float]:
+    """Losses of two models that one optimizer trains: steps of five batches, a checkpoint after the sixth."""
+    accelerator = _accelerator(partition_size, 5)
+    first, second = llama(), gpt2()
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=world_size, gamma=0.5)
+    loader = torch.utils.data.DataLoader(tokens(11 * GLOBAL_BATCH), batch_size=GLOBAL_BATCH // world_size)
+    first, second, optimizer, loader, scheduler = accelerator.prepare(
+        first, second, optimizer, loader, scheduler
+    )
+    losses = []
+    if load is not None:
+        accelerator.load_state(load)
+        loader = accelerator.skip_first_batches(loader, 6)
+    for number, batch in enumerate(loader, 1):
+        with accelerator.accumulate(first, second):
+            loss = torch.nn.functional.mse_loss(
+                first(input_ids=batch["input_ids"]).logits, second(input_ids=batch["input_ids"]).logits + 1
+            )
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if save is not None and number == 6:
+            accelerator.save_state(save)
+    return losses
+
+
+def test_an_optimizer_for_two_models_loads_on_more_ranks(tmp_path: Path) -> None:
+    """Saved between optimizer steps: the new ranks count micro-steps as the others do."""
+    (expected,) = run_ranks(1, _two_models, None, 1, launch="none", kwargs={"save": str(tmp_path / "plain")})
+    whole = run_ranks(2, _two_models, 1, 2, kwargs={"save": str(tmp_path / "sharded")})[0]
+    assert whole == pytest.approx(expected, rel=1e-5)
+    (expected,) = run_ranks(1, _two_models, None, 1, launch="none", kwargs={"load": str(tmp_path / "plain")})
+    for found in run_ranks(4, _two_models, 2, 4, kwargs={"load": str(tmp_path / "sharded")}):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def _separately(order: str) -> list[float]:
     """Prepare model and optimizer one after the other."""
     accelerator = _accelerator(2, 1)
@@ -177,7 +285,13 @@ def test_the_last_micro_step_is_announced() -> None:
 
 def test_refused() -> None:
     """By name, and before anything is changed."""
-    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+    )
 
     for name, value in {
         "fsdp_plugin": FullyShardedDataParallelPlugin(),
@@ -185,6 +299,14 @@ def test_refused() -> None:
     }.items():
         with pytest.raises(mics.SettingsError, match=f"^{name}: expected None"):
             Accelerator(**{name: value})
+    compressed = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    for name, options in {
+        "even_batches": {"dataloader_config": DataLoaderConfiguration(even_batches=False)},
+        "comm_hook": {"kwargs_handlers": [compressed]},
+    }.items():
+        fresh_accelerate()
+        with pytest.raises(mics.SettingsError, match=f"^{name}: expected"):
+            Accelerator(cpu=True, **options)
     with pytest.raises(mics.SettingsError, match=r"^mics_config: expected a MicsConfig"):
         Accelerator(cpu=True, mics_config={"partition_size": 2})
     accelerator = _accelerator(1, 1)

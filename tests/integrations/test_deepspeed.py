@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from mics.integrations.deepspeed import (
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
+    add_config_arguments,
+    init_distributed,
     initialize,
     load_deepspeed_checkpoint,
     read_config,
@@ -146,6 +149,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "OneBitAdam"}}, r"optimizer\.type: .* compresses gradients"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, r"max_grad_norm: .*gradient_clipping"),
     ({"optimizer": {"type": "SGD", "params": {"betas": [0, 1]}}}, r"optimizer\.params\.betas: .* of SGD"),
+    ({"optimizer": {"type": "Adam", "params": {"lr": "3e-4"}}}, r"optimizer\.params: expected .* of AdamW"),
+    ({"optimizer": {"type": "SGD", "params": {"lr": -1}}}, r"optimizer\.params: .*Invalid learning rate"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, r"scheduler\.params\.total_num_steps: expected .* found none"),
     ({"scheduler": {"type": "OneCycle"}}, r"scheduler\.type: expected one of WarmupLR.*lr_scheduler="),
     ({"scheduler": {"type": "WarmupLR", "params": {"steps": 1}}}, r"scheduler\.params\.steps: expected"),
 ]
@@ -336,6 +342,42 @@ def test_an_optimizer_of_the_plain_model_trains_the_sharded_one() -> None:
     _compare(run_ranks(2, _own_parts), 1)
 
 
+def _script(arguments: list[str]) -> Any:
+    """What a script has around its loop, and one that counts micro-steps itself."""
+    parser = add_config_arguments(argparse.ArgumentParser())
+    init_distributed()
+    torch.manual_seed(SEED)
+    model = Chain()
+    data = [floats(0, 0, number) for number in range(8)]
+    args = parser.parse_args(arguments)
+    engine, _, loader, _ = initialize(args, model, training_data=data, dist_init_required=False)
+    assert args.deepspeed
+    assert loader is not None
+    assert len(loader) == 2
+    assert engine.local_rank == torch.distributed.get_rank()
+    assert not (engine.fp16_enabled() or engine.bfloat16_enabled())
+    losses = []
+    for step in range(2):
+        with engine.no_sync():
+            engine.backward(engine(*floats(step, 0, engine.global_rank)) / 2)
+        losses.append(2 * engine.backward(engine(*floats(step, 1, engine.global_rank)) / 2).item())
+        engine.step()
+    return losses, engine.get_global_grad_norm()
+
+
+def test_a_script_finds_what_it_calls(tmp_path: Path) -> None:
+    """Arguments, a data loader, a backward within ``no_sync``: the losses and norms of one process."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config(**zero(1))))
+    found = run_ranks(2, _script, ["--deepspeed", "--deepspeed_config", str(file)])
+    expected = plain(2, 2)
+    for step in range(2):
+        mean = (found[0][0][step] + found[1][0][step]) / 2
+        # The reference divides the losses of both micro-steps by two as well.
+        assert mean / 2 == pytest.approx(expected.losses[step][1][0], rel=1e-5)
+    assert found[0][1] == pytest.approx(float(expected.norms[1]), rel=1e-5)
+
+
 def _announced() -> tuple[list[int], list[int]]:
     """Calls between replicas after each micro-step of a step, with and without the engine's counting."""
     engine = _engine(config(**zero(3, mics_shard_size=1)), 3)
@@ -426,6 +468,37 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     Chain().load_state_dict(whole)
 
 
+def _one_step(folder: str) -> None:
+    engine = _engine(config(**zero(3, mics_shard_size=2)), 1)
+    _train(engine, range(1))
+    engine.save_checkpoint(folder)
+
+
+def _the_rest(folder: str) -> Any:
+    """Each rank trains in two micro-steps what two ranks did in one. A micro-step before is forgotten."""
+    engine = _engine(config(**zero(3)), 2)
+    engine.backward(engine(*floats(7, 7, 7)))
+    engine.step()
+    engine.load_checkpoint(folder)
+    losses, norms = [], []
+    for step in range(1, 4):
+        for micro in range(2):
+            losses.append(engine.backward(engine(*floats(step, 0, 2 * micro + engine.global_rank))).item())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return [a + b for a, b in zip(losses[::2], losses[1::2], strict=True)], norms
+
+
+def test_a_run_goes_on_on_fewer_ranks_with_more_micro_steps(tmp_path: Path) -> None:
+    """Steps are as long as the new config says, from the first one on."""
+    run_ranks(4, _one_step, str(tmp_path))
+    found = run_ranks(2, _the_rest, str(tmp_path))
+    expected = plain(1, 4)
+    losses = torch.tensor([losses for losses, _ in found]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(expected.losses)[1:, 0, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[0][1], expected.norms[1:], atol=1e-5, rtol=1e-4)
+
+
 # -- checkpoints of DeepSpeed --------------------------------------------------------------------------------
 
 
@@ -483,9 +556,10 @@ def test_checkpoints_of_deepspeed_load_on_any_ranks(kind: str, world_size: int, 
     torch.testing.assert_close(losses, expected["losses"].sum(1), atol=1e-5, rtol=1e-5)
 
 
-def _load_engine(folder: str) -> Any:
+def _load_engine(folder: str, scheduler: dict[str, Any] | None = None) -> Any:
     torch.manual_seed(3)
     given = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, **zero(3)}
+    given |= {"scheduler": scheduler or {}}
     model = Tiny()
     engine, *_ = initialize(model=model, model_parameters=groups(model), config=given)
     path, state = engine.load_checkpoint(folder)
@@ -496,6 +570,23 @@ def test_the_engine_goes_on_from_a_checkpoint_of_deepspeed() -> None:
     for path, state, steps, rates in run_ranks(2, _load_engine, str(FOLDERS / "zero3")):
         assert Path(path).name == "global_step2"
         assert (state, steps, rates) == ({"epoch": 3}, 2, [0.02, 0.02])
+
+
+def test_a_schedule_of_deepspeed_goes_on(tmp_path: Path) -> None:
+    """Its state is where it stands: DeepSpeed 0.19.8 has these rates after four steps."""
+    (tmp_path / "latest").write_text("tag")
+    (tmp_path / "tag").mkdir()
+    file = _copied(tmp_path / "tag") / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    states = torch.load(file, weights_only=False)
+    torch.save({**states, "lr_scheduler": {"last_batch_iteration": 4}}, file)
+    params = {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": 0.02}
+    arguments = (str(tmp_path), {"type": "WarmupDecayLR", "params": params})
+    (found,) = run_ranks(1, _load_engine, *arguments)
+    assert found[-1] == pytest.approx([0.016666666666666666] * 2)
+    torch.save({**states, "lr_scheduler": {"step": "now"}}, file)
+    (error,) = run_expecting_error(1, _load_engine, *arguments)
+    assert "lr_scheduler: expected that of WarmupDecayLR" in error.message
+    assert "found step" in error.message
 
 
 def _copied(tmp_path: Path, *, without: str = "") -> Path:
@@ -556,6 +647,8 @@ def _bad(case: str) -> None:
         initialize(model=model, config=bare)
     if case == "no config":
         initialize(model=model)
+    if case == "model first":
+        initialize(model)
     if case == "another model's":
         initialize(model=model, config=bare, optimizer=torch.optim.SGD(Chain().parameters(), lr=0.1))
     if case == "stepped":
@@ -572,6 +665,7 @@ def _bad(case: str) -> None:
     [
         ("no optimizer", "optimizer: expected an optimizer section in the config"),
         ("no config", "initialize: expected config, found none"),
+        ("model first", "initialize: expected config, found none"),
         ("another model's", "optimizer: expected parameters of the model"),
         ("stepped", "optimizer: expected one without state"),
         ("a number", "engine.backward: expected a loss, found float"),

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import accelerate
 import torch
 import torch.nn as nn
-from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    broadcast_object_list,
+    is_peft_model,
+)
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -48,6 +56,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     mics_config: MicsConfig
+    step: int
     _models: list[nn.Module]
     _optimizers: list[Optimizer]
 
@@ -77,6 +86,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         if self.mixed_precision == "fp8":
             raise SettingsError("mixed_precision: expected 'no', 'bf16' or 'fp16', found 'fp8'; use 'bf16'")
+        if not self.even_batches:
+            raise SettingsError(
+                "even_batches: expected True, found False; leave it out: all ranks gather parameters in each "
+                "forward, so all need as many batches"
+            )
+        hook = DDPCommunicationHookType.NO if self.ddp_handler is None else self.ddp_handler.comm_hook
+        if hook != DDPCommunicationHookType.NO:
+            raise SettingsError(
+                f"comm_hook: expected none, found {hook.value}; pass MicsConfig(precision=mics.Precision("
+                "reduce_dtype=...)), which says in what format gradients travel"
+            )
         if not (mics_config is None or isinstance(mics_config, MicsConfig)):
             raise SettingsError(f"mics_config: expected a MicsConfig or None, found {mics_config!r}")
         self.mics_config = MicsConfig() if mics_config is None else mics_config
@@ -188,8 +208,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Save everything that was prepared or registered. Models and optimizers are in ``mics`` folders."""
         with self._without_models() as folders_of:
             location = Path(super().save_state(output_dir, **options))
-        for folder, model, optimizers in folders_of(location):
-            save(str(folder), model, optimizers)
+        for folder, model, parts in folders_of(location):
+            save(str(folder), model, [part for _, part in parts])
         return location
 
     def load_state(self, input_dir: str | None = None, **options: Any) -> None:
@@ -201,20 +221,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 super().load_state(input_dir, **options)
         finally:
             handle.remove()
-        for folder, model, optimizers in folders_of(Path(found[0])):
-            load(str(folder), model, optimizers)
+        # A rank that saved nothing has read no count of micro-steps: all go on with that of the first.
+        (self.step,) = broadcast_object_list([self.step])
+        for folder, model, parts in folders_of(Path(found[0])):
+            load(str(folder), model, [part for _, part in parts])
+            for optimizer, part in parts:
+                _give_back(optimizer, part)
 
     @contextmanager
     def _without_models(self) -> Iterator[Any]:
         """Let the host save and load all but models and optimizers: which of them are in which folders."""
         models, optimizers = self._models, self._optimizers
+        plain = [plain_optimizer(optimizer) for optimizer in optimizers]
+        _check_owned(models, plain)
         self._models, self._optimizers = [], []
 
-        def folders_of(place: Path) -> Iterator[tuple[Path, nn.Module, list[Optimizer]]]:
-            owners = _owners(models, optimizers)
+        def folders_of(place: Path) -> Iterator[tuple[Path, nn.Module, list[tuple[Optimizer, Optimizer]]]]:
             for number, model in enumerate(models):
                 if is_sharded(model):
-                    yield place / (f"{_FOLDER}_{number}" if number else _FOLDER), model, owners.get(model, [])
+                    folder = place / (f"{_FOLDER}_{number}" if number else _FOLDER)
+                    yield folder, model, list(_parts(model, plain))
 
         try:
             yield folders_of
@@ -258,17 +284,45 @@ def _idle_adapters(model: nn.Module) -> list[str]:
     return [name for name, param in params if prefix and prefix in name and not param.requires_grad]
 
 
-def _owners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.Module, list[Optimizer]]:
-    """Which optimizers train which model."""
-    owner = {id(param): model for model in models for param in model.parameters()}
-    found: dict[nn.Module, list[Optimizer]] = {}
-    for optimizer in map(plain_optimizer, optimizers):
-        held = {owner.get(id(param)) for group in optimizer.param_groups for param in group["params"]}
-        if len(held) != 1 or None in held:
+def _check_owned(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    owned = {id(param) for model in models for param in model.parameters()}
+    for optimizer in optimizers:
+        if any(id(param) not in owned for group in optimizer.param_groups for param in group["params"]):
             raise SettingsError(
-                f"{type(optimizer).__name__}: expected the parameters of one prepared model, found "
-                f"those of {len(held - {None})} models{' and others' if None in held else ''}; build one "
-                "optimizer for each model"
+                f"{type(optimizer).__name__}: expected parameters of prepared models, found others; pass the "
+                "model to accelerator.prepare() too, or save and load them with an optimizer of their own"
             )
-        found.setdefault(held.pop(), []).append(optimizer)  # type: ignore[arg-type]
-    return found
+
+
+def _parts(model: nn.Module, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, Optimizer]]:
+    """Each optimizer that trains ``model``, and its part for it: itself, unless it trains others too."""
+    own = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        groups = [
+            {**group, "params": [param for param in group["params"] if id(param) in own]}
+            for group in optimizer.param_groups
+        ]
+        if not any(group["params"] for group in groups):
+            continue
+        part = optimizer
+        if _num_params(groups) < _num_params(optimizer.param_groups):
+            part = copy(optimizer)  # of torch: settings and state alone
+            part.param_groups = [group for group in groups if group["params"]]
+            part.state = defaultdict(dict, {p: kept for p, kept in optimizer.state.items() if id(p) in own})
+        yield optimizer, part
+
+
+def _give_back(optimizer: Optimizer, part: Optimizer) -> None:
+    """What was loaded into a part of an optimizer."""
+    if part is optimizer:
+        return
+    optimizer.state.update(part.state)
+    for loaded in part.param_groups:
+        ids = {id(param) for param in loaded["params"]}
+        for group in optimizer.param_groups:
+            if any(id(param) in ids for param in group["params"]):
+                group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+def _num_params(groups: list[dict[str, Any]]) -> int:
+    return sum(len(group["params"]) for group in groups)

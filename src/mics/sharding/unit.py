@@ -206,12 +206,14 @@ class Unit:
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
         layout = self.spec.layout
-        chunk = masters = masters.to(self.device)
-        if self.share.masters_over_replicas:
-            chunk = masters.new_empty(layout.chunk_numel)
-            self.groups.replication.all_gather(chunk, masters, in_call(self.spec.label)).wait()
-        flat = masters.new_empty(layout.numel)
-        self.groups.gather.all_gather(flat, chunk, in_call(self.spec.label)).wait()
+        # Lanes write to what is made here, and they are outside that mode.
+        with torch.inference_mode(False), torch.no_grad():
+            chunk = masters = masters.to(self.device)
+            if self.share.masters_over_replicas:
+                chunk = masters.new_empty(layout.chunk_numel)
+                self.groups.replication.all_gather(chunk, masters, in_call(self.spec.label)).wait()
+            flat = masters.new_empty(layout.numel)
+            self.groups.gather.all_gather(flat, chunk, in_call(self.spec.label)).wait()
         return flat
 
     def views_of(self, masters: Tensor) -> list[Tensor]:

@@ -89,7 +89,7 @@ def open_deepspeed(folder: Place) -> Index:
 
 
 def read_plain(folder: Place) -> dict[str, Any]:
-    """What the first rank saved beside the tensors: counters, and what a training program gave it.
+    """What the first rank saved beside the tensors: counters, the schedule, and what a program gave it.
 
     Only numbers, strings and containers of them; other values are left out, and named under ``""``.
     """
@@ -109,7 +109,7 @@ def read_plain(folder: Place) -> dict[str, Any]:
 _OF_DEEPSPEED: Final = frozenset(
     (
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-        *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "ds_config", "ds_version"),
+        *("frozen_param_fragments", "data_sampler", "random_ltd", "ds_config", "ds_version"),
         *("sparse_tensor_module_names", "dp_world_size", "mp_world_size"),
         *("autotp_uc_info", "checkpoint_parallel_dimensions"),
     )

@@ -5,7 +5,12 @@ DeepSpeed itself is not imported, and need not be installed.
 
 from mics.integrations.deepspeed.checkpoint import LoadedCheckpoint, load_deepspeed_checkpoint
 from mics.integrations.deepspeed.config import DeepSpeedConfig, Ignored, read_config
-from mics.integrations.deepspeed.engine import DeepSpeedEngine, initialize
+from mics.integrations.deepspeed.engine import (
+    DeepSpeedEngine,
+    add_config_arguments,
+    init_distributed,
+    initialize,
+)
 from mics.integrations.deepspeed.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
@@ -16,6 +21,8 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "load_deepspeed_checkpoint",
     "read_config",

@@ -15,6 +15,7 @@ from mics.checkpoint import load
 from mics.checkpoint.arguments import as_place
 from mics.checkpoint.folders import LATEST
 from mics.checkpoint.formats.deepspeed_files import is_deepspeed, read_plain
+from mics.checkpoint.records import count_of
 from mics.checkpoint.saving import join_hosts
 from mics.checkpoint.storage import Place, read_file
 from mics.checkpoint.together import together
@@ -35,6 +36,8 @@ class LoadedCheckpoint:
     counts: dict[str, int]
     """global_steps, global_samples, skipped_steps."""
     client_state: dict[str, Any]
+    lr_scheduler: dict[str, Any]
+    """The state of its scheduler; empty without one."""
 
 
 def load_deepspeed_checkpoint(
@@ -58,8 +61,11 @@ def load_deepspeed_checkpoint(
     left_out = plain.pop("")
     if left_out and engine_of(model).world.rank == 0:
         _LOG.warning("%s: client state that is not plain data is left out: %s", found, left_out)
-    counts: dict[str, int] = {key: int(plain.pop(key) or 0) for key in _COUNTS if key in plain}
-    return LoadedCheckpoint(folder=str(found), counts=counts, client_state=plain)
+    counts: dict[str, int] = {key: count_of(plain.pop(key) or 0) for key in _COUNTS if key in plain}
+    schedule = plain.pop("lr_scheduler", None) or {}
+    if not isinstance(schedule, dict):
+        raise CheckpointError(f"{found}: lr_scheduler: expected a dict, found {type(schedule).__name__}")
+    return LoadedCheckpoint(folder=str(found), counts=counts, client_state=plain, lr_scheduler=schedule)
 
 
 def _find(root: Place, tag: str | None) -> Place:

@@ -28,7 +28,7 @@ _DTYPES: Final = {
     "bf16": torch.bfloat16,
     "bfp16": torch.bfloat16,
 }
-_TORCH_OPTIMIZERS: Final = {
+_TORCH_OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {
     kind.__name__.lower(): kind
     for kind in (
         torch.optim.SGD,
@@ -359,12 +359,20 @@ def _optimizer(reader: _Section) -> tuple[type[Optimizer], dict[str, Any]] | Non
     if "max_grad_norm" in params.values:
         raise params.error("max_grad_norm", "no such key", "write gradient_clipping at the top of the config")
     if kind in ("adam", "adamw"):
-        return _adam(params, decoupled=kind == "adamw")
-    found = _TORCH_OPTIMIZERS.get(kind)
-    if found is None:
+        made, arguments = _adam(params, decoupled=kind == "adamw")
+    elif kind in _TORCH_OPTIMIZERS:
+        made = _TORCH_OPTIMIZERS[kind]
+        arguments = params.arguments_of(made, made.__name__)
+    else:
         known = ["Adam", "AdamW", *(each.__name__ for each in _TORCH_OPTIMIZERS.values())]
         raise section.error("type", f"one of {', '.join(known)}", found=name)
-    return found, params.arguments_of(found, found.__name__)
+    try:
+        made(
+            [torch.zeros(1, requires_grad=True)], **arguments
+        )  # what torch refuses, before a model is sharded
+    except (TypeError, ValueError) as error:
+        raise section.error("params", f"settings of {made.__name__}", str(error)) from None
+    return made, arguments
 
 
 def _adam(params: _Section, *, decoupled: bool) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -396,7 +404,11 @@ def _scheduler(reader: _Section) -> tuple[type[LRScheduler], dict[str, Any]] | N
             found=name,
         )
     params.take("last_batch_iteration", -1)
-    return SCHEDULES[name], params.arguments_of(SCHEDULES[name], name)
+    arguments = params.arguments_of(SCHEDULES[name], name)
+    for key, wanted in inspect.signature(SCHEDULES[name]).parameters.items():
+        if wanted.default is wanted.empty and key not in ("optimizer", *arguments):
+            raise params.error(key, f"a value, which {name} needs", found="none")
+    return SCHEDULES[name], arguments
 
 
 # -- reading ---------------------------------------------------------------------------------------------

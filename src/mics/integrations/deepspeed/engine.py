@@ -6,8 +6,11 @@ DeepSpeed's engine counts micro-steps, so it knows which one is the last before 
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +29,7 @@ from mics.checkpoint.formats.deepspeed_files import is_deepspeed
 from mics.checkpoint.storage import Place
 from mics.comm import join_world
 from mics.engine import engine_of, engines_of, is_sharded
-from mics.errors import SettingsError
+from mics.errors import CheckpointError, SettingsError
 from mics.integrations.deepspeed.checkpoint import (
     latest_tag,
     load_deepspeed_checkpoint,
@@ -35,8 +38,10 @@ from mics.integrations.deepspeed.checkpoint import (
 )
 from mics.integrations.deepspeed.config import DeepSpeedConfig, read_config
 from mics.integrations.deepspeed.loss_scale import LossScale
+from mics.integrations.deepspeed.schedules import DEEPSPEED_STATE, Schedule
 from mics.state_dict import full_state_dict
 
+_LOG: Final = logging.getLogger("mics")
 Scheduler = Any
 """One of torch, or whatever else has ``step``."""
 
@@ -50,21 +55,28 @@ def initialize(
     lr_scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None,
     *,
     config: str | Path | Mapping[str, Any] | None = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
+    dist_init_required: bool | None = None,
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Scheduler | None]:
     """Shard ``model`` as a config of DeepSpeed says: engine, optimizer, data loader and scheduler.
 
-    ``config`` is a path or a dict; by default ``args.deepspeed_config``. ``optimizer`` and ``lr_scheduler``
-    replace those of the config: objects built for the plain model, or functions that build them.
-    ``model_parameters`` are parameters or groups of them; by default all that need a gradient.
+    ``config`` is a path or a dict; by default ``config_params``, its old name, or ``args.deepspeed_config``.
+    ``optimizer`` and ``lr_scheduler`` replace those of the config: objects built for the plain model, or
+    functions that build them. ``model_parameters`` are parameters or groups of them; by default all that need
+    a gradient. ``model`` may come first. A process group that is missing is made, whatever
+    ``dist_init_required`` says.
     """
-    given = config if config is not None else getattr(args, "deepspeed_config", None)
+    if model is None and isinstance(args, nn.Module):
+        args, model = None, args
+    choices = (config, config_params, getattr(args, "deepspeed_config", None))
+    given = next((each for each in choices if each is not None), None)
     if given is None:
         raise SettingsError('initialize: expected config, found none; pass config="ds_config.json" or a dict')
     if not isinstance(model, nn.Module) or is_sharded(model):
         found = "a sharded model" if isinstance(model, nn.Module) else type(model).__name__
         raise SettingsError(f"initialize: expected model to be a plain torch.nn.Module, found {found}")
-    _join()
+    init_distributed()
     world = join_world()
     settings = read_config(given, world_size=world.size)
     names = {id(param): name for name, param in model.named_parameters()}
@@ -110,6 +122,12 @@ class _Configured:
     def zero_optimization_stage(self) -> int:
         return self.config.stage
 
+    def fp16_enabled(self) -> bool:
+        return self.config.precision.param_dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision.param_dtype is torch.bfloat16
+
 
 class DeepSpeedEngine(_Configured):
     """A sharded model with its optimizer, called as DeepSpeed's engine is. Other names are the model's."""
@@ -123,6 +141,7 @@ class DeepSpeedEngine(_Configured):
         self.config = config
         self.device = engine_of(module).device
         self.global_rank = engine_of(module).world.rank
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.world_size = self.dp_world_size = engine_of(module).world.size
         self.micro_steps = 0
         self.global_steps = 0
@@ -130,6 +149,7 @@ class DeepSpeedEngine(_Configured):
         self.skipped_steps = 0
         self._norm: Tensor | None = None
         self._applied = False
+        self._syncs = True
         self._loss_scale = None if config.loss_scaling is None else LossScale(config.loss_scaling)
         self._scaler = torch.amp.GradScaler(
             self.device.type, init_scale=self.loss_scale, enabled=self._loss_scale is not None
@@ -185,9 +205,19 @@ class DeepSpeedEngine(_Configured):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around backwards that others follow before ``step``: replicas do not reduce within them."""
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
     def _announce(self) -> None:
+        last = self._syncs and self.is_gradient_accumulation_boundary()
         for engine in engines_of(self.module):
-            engine.progress.announce(last=self.is_gradient_accumulation_boundary())
+            engine.progress.announce(last=last)
 
     def _update(self) -> None:
         for engine in engines_of(self.module):
@@ -265,19 +295,26 @@ class DeepSpeedEngine(_Configured):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load ``load_dir/tag``, by default the latest: its path, and the client state.
 
-        Checkpoints that DeepSpeed wrote load too: the model, Adam's moments and the counters. Without
-        ``latest`` nothing is loaded, and the path is None.
+        Checkpoints that DeepSpeed wrote load too: the model, Adam's moments, counters and where the schedule
+        stands. Without ``latest`` nothing is loaded, and the path is None.
         """
         root = as_place(load_dir, "load_checkpoint")
         name, is_ours = on_first_rank("load_checkpoint", lambda: _named(root, tag))
         if not name:
+            if self.global_rank == 0:
+                _LOG.warning(
+                    "%s: nothing is loaded: expected a file 'latest' that names a tag; or give tag=", root
+                )
             return None, {}
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
         if not is_ours:
             found = load_deepspeed_checkpoint(
                 self.module, root, optimizer, tag=name, strict=load_module_strict
             )
-            self._restore(found.counts if not load_module_only else {})
+            if not load_module_only:
+                self._restore(found.counts)
+                if load_lr_scheduler_states and found.lr_scheduler:
+                    self._take_schedule(found.lr_scheduler)
             return str(root / name), found.client_state
         state: dict[str, Any] = {}
         if (
@@ -309,15 +346,32 @@ class DeepSpeedEngine(_Configured):
             torch.save(cast, Path(save_dir) / save_filename)
         return True
 
+    def _take_schedule(self, state: dict[str, Any]) -> None:
+        """Go on where a schedule of DeepSpeed's stood, or the scheduler that it was given."""
+        if self.lr_scheduler is None or not hasattr(self.lr_scheduler, "load_state_dict"):
+            return
+        own = isinstance(self.lr_scheduler, Schedule)
+        known = DEEPSPEED_STATE if own else self.lr_scheduler.state_dict().keys()
+        if not state.keys() <= known:
+            raise CheckpointError(
+                f"lr_scheduler: expected that of {type(self.lr_scheduler).__name__} ({', '.join(known)}), "
+                f"found {', '.join(map(str, state))[:120]}; build the scheduler that was saved, or pass "
+                "load_lr_scheduler_states=False"
+            )
+        self.lr_scheduler.load_state_dict(state)
+
     def _counts(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in _COUNTS}
 
     def _restore(self, counts: Mapping[str, Any]) -> None:
         for name in _COUNTS:
             setattr(self, name, int(counts.get(name, getattr(self, name))))
+        # Gradients are not saved, and a step may have more micro-steps now: the next one is its first.
+        self.optimizer.zero_grad()
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
 
 
-_COUNTS: Final = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+_COUNTS: Final = ("global_steps", "global_samples", "skipped_steps")
 
 
 def _named(root: Place, tag: str | int | None) -> tuple[str, bool]:
@@ -406,12 +460,20 @@ def _check_unused(optimizer: Optimizer, names: Mapping[int, str]) -> None:
                 )
 
 
-def _join() -> None:
-    """The process group, if a launcher wants one and the script has made none."""
+def init_distributed(dist_backend: str | None = None) -> None:
+    """Make the process group, if a launcher wants one and the script has made none."""
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group()
+        dist.init_process_group(dist_backend)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Let a script take ``--deepspeed_config``, which ``initialize(args)`` reads, and ``--deepspeed``."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="ignored: initialize() is called or not")
+    group.add_argument("--deepspeed_config", help="path of a ds_config.json")
+    return parser
 
 
 def _on_device(model: nn.Module) -> nn.Module:

@@ -17,16 +17,29 @@ from torch.optim.lr_scheduler import LRScheduler
 from mics.errors import SettingsError
 
 Warmup = Literal["log", "linear"]
+DEEPSPEED_STATE: Final = frozenset({"last_batch_iteration"})
+"""What DeepSpeed's schedules save."""
 
 
-class _Schedule(LRScheduler):
+class Schedule(LRScheduler):
     """A schedule whose state is where it stands: what it follows is the config's of each run."""
 
     def state_dict(self) -> dict[str, Any]:
         return {key: self.__dict__[key] for key in ("last_epoch", "_step_count", "_last_lr")}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """That of ``state_dict``, or of DeepSpeed's schedule with the same name."""
+        if state_dict.keys() != DEEPSPEED_STATE:
+            super().load_state_dict(state_dict)
+            return
+        self.last_epoch = int(state_dict["last_batch_iteration"]) + 1  # it is -1 before the first step
+        self._step_count = self.last_epoch + 1
+        self._last_lr = [float(rate) for rate in self.get_lr()]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
 
-class WarmupLR(_Schedule):
+
+class WarmupLR(Schedule):
     """From ``warmup_min_lr`` up to ``warmup_max_lr`` (None: the optimizer's own rates), which then stays."""
 
     def __init__(
@@ -83,7 +96,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.rise.num_steps))
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLR(Schedule):
     """Shares of the optimizer's own rates: a rise from ``warmup_min_ratio``, half a cosine down."""
 
     def __init__(
