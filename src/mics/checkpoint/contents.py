@@ -19,6 +19,7 @@ from mics.checkpoint.records import MODEL, OPTIMIZER, TensorPart
 from mics.engine import Engine
 from mics.errors import SettingsError
 from mics.sharding.unit import Unit
+from mics.state_dict import state_names
 
 _EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
 
@@ -93,7 +94,7 @@ def contents_of(model: nn.Module, engine: Engine) -> Contents:
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    state = model.state_dict(keep_vars=True)
+    state = state_names(model)
     buffers = {
         name: buffer.detach()
         for name, buffer in model.named_buffers(remove_duplicate=False)
