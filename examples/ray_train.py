@@ -24,7 +24,7 @@ parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFo
 parser.add_argument("--storage", type=Path, default="runs/ray", help="of checkpoints and of Ray's own files")
 parser.add_argument("--name", default="run")
 parser.add_argument("--workers", type=int, default=4)
-parser.add_argument("--partition-size", type=int, default=2, help="workers that hold one copy of the parameters")
+parser.add_argument("--partition-size", type=int, default=2, help="workers with one copy of the parameters")
 parser.add_argument("--batch-size", type=int, default=64, help="samples of all workers per step")
 parser.add_argument("--micro-batch-size", type=int, default=4, help="samples of one worker per micro-step")
 parser.add_argument("--steps", type=int, default=10)

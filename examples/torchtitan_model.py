@@ -1,4 +1,4 @@
-"""Train a model of torchtitan, with its tokenizer, data and loss, sharded by mics; resume on any number of ranks.
+"""Train a model of torchtitan, with its tokenizer, data and loss; resume on any number of ranks.
 
 torchtitan's loader divides a text among ranks, and its state fits that number of ranks alone. So there is a
 fixed number of --streams here: a rank reads some of them, one micro-batch of each per step.
@@ -54,8 +54,8 @@ dist.barrier()
 tokenizer = HuggingFaceTokenizer(tokenizer_path=str(tokenizer_folder))
 DATASETS["text"] = DatasetConfig(
     path=str(args.text),
-    loader=lambda path: load_dataset("text", data_files=path, split="train").filter(lambda line: line["text"]),
-    sample_processor=lambda sample: sample["text"],
+    loader=lambda path: load_dataset("text", data_files=path, split="train"),
+    sample_processor=lambda line: line["text"],
 )
 data = HuggingFaceTextDataLoader.Config(dataset="text")
 sizes = {"seq_len": args.length, "local_batch_size": args.batch_size}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mics.comm.journal import calling, collective_call, in_call, name_ranks
 from mics.engine import Engine, engines_of, settle_host, units_of
-from mics.errors import MicsError, SettingsError
+from mics.errors import SettingsError
 from mics.gradients.shards import GradState, UnitGradients
 from mics.guard import Layout, ShardTensor, run_plainly
 from mics.sharding.held import ParameterTable
@@ -50,7 +50,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
 
 
 def state_names(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict(keep_vars=True)`` for its names, buffers and extra state: parameters may be empty."""
+    """``model.state_dict(keep_vars=True)`` for names, buffers and extra state: parameters may be empty."""
     return _state_of(model, _without_memory)
 
 
@@ -61,7 +61,7 @@ def _state_of(model: nn.Module, whole: Callable[[Unit], list[Tensor]]) -> dict[s
     """
     try:
         return model.state_dict(keep_vars=True)
-    except MicsError:
+    except RuntimeError:  # MicsError is one
         units = units_of(model)
         try:
             for unit in units:

@@ -33,7 +33,7 @@ print("found", json.dumps(found))
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
-    """Losses and norms to the bit, though the run went on from a checkpoint; then more steps on one worker."""
+    """Losses and norms to the bit, though the run was resumed; then more steps on one worker."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
@@ -44,7 +44,12 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     ended = subprocess.run(
-        [sys.executable, "-c", _DRIVER], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _DRIVER],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     line = next(line for line in ended.stdout.splitlines() if line.startswith("found "))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 # torchtitan takes a machine without an accelerator for one with CUDA. What it imports of torch warns.
 with (
-    mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
+    mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"),
     warnings.catch_warnings(action="ignore"),
 ):
     import torchtitan.tools.utils
@@ -33,13 +33,18 @@ with (
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.components.validate import Validator
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.models import llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.rope import ComplexRoPE
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
     from torchtitan.trainer import Trainer
 
     from mics.integrations.torchtitan import MicsConfig, with_mics
+    from mics.state_dict import full_state_dict
 
-VOCAB, LENGTH, GLOBAL_BATCH = 64, 16, 12
+VOCAB, LENGTH, WIDTH, GLOBAL_BATCH = 64, 16, 32, 12
 
 
 class Stream(BaseDataLoader):
@@ -85,8 +90,8 @@ def _on_cpu() -> Iterator[None]:
     logging.disable(logging.WARNING)
     with (
         warnings.catch_warnings(action="ignore"),
-        mock.patch.object(torchtitan.components.metrics, "build_device_memory_monitor", lambda: monitor),
-        mock.patch.object(torchtitan.trainer.dist_utils, "set_pg_timeouts", lambda **ignored: None),
+        mock.patch.object(torchtitan.components.metrics, "build_device_memory_monitor", return_value=monitor),
+        mock.patch.object(torchtitan.trainer.dist_utils, "set_pg_timeouts"),
         mock.patch.object(torchtitan.trainer, "time", clock),
     ):
         try:
@@ -96,20 +101,17 @@ def _on_cpu() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def config(folder: Path, *, world: int, accumulation: int = 1, steps: int = 3, **sections: Any) -> Trainer.Config:
+def config(folder: Path, *, world: int, accumulation: int = 1, **sections: Any) -> Trainer.Config:
     """torchtitan's own configuration of its debug model, with less of everything."""
     made = llama3_debugmodel()
-    layers = made.model_spec.model.layers[:2]
-    for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others need a GPU
-    made.model_spec.model.layers = layers
+    _make_small(made.model_spec.model)
     made.dump_folder, made.tokenizer = str(folder), NoTokenizer.Config()
     made.training = replace(
         made.training,
         local_batch_size=GLOBAL_BATCH // world // accumulation,
         global_batch_size=GLOBAL_BATCH,
         seq_len=LENGTH,
-        steps=steps,
+        steps=3,
         mixed_precision_param="float32",
         disable_cuda_graphs=True,
     )
@@ -119,6 +121,9 @@ def config(folder: Path, *, world: int, accumulation: int = 1, steps: int = 3, *
     made.activation_checkpoint = None
     made.loss = made.loss.loss_fn
     made.debug.seed = 0
+    if sections.pop("chunked", False):
+        made.loss = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=made.loss)
+        made.activation_checkpoint = FullAC.Config()
     for path, value in sections.items():
         section, _, name = path.partition("__")
         if name:
@@ -126,6 +131,18 @@ def config(folder: Path, *, world: int, accumulation: int = 1, steps: int = 3, *
         else:
             setattr(made, section, value)
     return made
+
+
+def _make_small(model: Any) -> None:
+    """A narrow model: norms of large tensors in float32 depend on how a tensor is divided."""
+    rope = ComplexRoPE.Config(dim=8, max_seq_len=LENGTH, theta=500000, scaling="llama")
+    sizes = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
+    model.layers = llama3._build_llama3_layers(**sizes, rope=rope, attn_backend="flex")
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others need a GPU
+    model.dim = model.tok_embeddings.embedding_dim = model.lm_head.in_features = WIDTH
+    model.norm.normalized_shape = WIDTH
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCAB
 
 
 class NoTokenizer(torchtitan.trainer.BaseTokenizer):
@@ -178,17 +195,50 @@ def one_process(folder: Path, first_weights: Path | None = None, **options: Any)
             first = {name: param.detach() for name, param in made.build().model_parts[0].named_parameters()}
             first_weights.mkdir(exist_ok=True)
             save_file(first, first_weights / "model.safetensors")
-    return run(made)[1]
+    trainer, seen = run(made)
+    last = Llama3StateDictAdapter(trainer.model_config, None).to_hf(trainer.model_parts[0].state_dict())
+    save_file({name: value.contiguous() for name, value in last.items()}, folder / "last.safetensors")
+    return seen
 
 
 def with_partitions(
-    folder: Path, size: int, first_weights: Path, options: dict[str, Any], settings: dict[str, Any] | None = None
+    folder: Path, size: int, first_weights: Path | None, options: dict[str, Any]
 ) -> dict[str, list[float]]:
     """The trainer on mics."""
+    return run(_sharded(folder, size, first_weights, options))[1]
+
+
+def _sharded(folder: Path, size: int, first_weights: Path | None, options: dict[str, Any]) -> Trainer.Config:
     world = dist.get_world_size()
     made = config(folder, world=world, **options)
     made.parallelism.data_parallel_shard_degree = size
     made.parallelism.data_parallel_replicate_degree = world // size
     made.checkpoint.enable = True
-    made.checkpoint.initial_load_path = str(first_weights)
-    return run(with_mics(made, MicsConfig(**(settings or {}))))[1]
+    made.checkpoint.initial_load_path = None if first_weights is None else str(first_weights)
+    return with_mics(made, MicsConfig())
+
+
+def first_values(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and buffers of a model that mics initialised, and of one that torchtitan did."""
+    with _on_cpu():
+        sharded = _sharded(folder, dist.get_world_size(), None, {}).build().model_parts[0]
+        plain = config(folder, world=dist.get_world_size())
+        plain.model_spec.parallelize_fn = lambda model, **ignored: model
+        model = plain.build().model_parts[0]
+    ours = full_state_dict(sharded, rank0_only=False) | dict(sharded.named_buffers())
+    return ours, dict(model.state_dict()) | dict(model.named_buffers())
+
+
+def refused(folder: Path, options: dict[str, Any]) -> None:
+    """Builds a trainer on mics with sections changed after ``with_mics``, as the command line does."""
+    made = _sharded(folder, dist.get_world_size(), None, {})
+    for path, value in options.items():
+        section, _, name = path.partition("__")
+        setattr(getattr(made, section), name, value)
+    with _on_cpu():
+        made.build()
+
+
+def refused_before(options: dict[str, Any]) -> None:
+    made = config(Path(), world=1, **options.pop("config", {}))
+    with_mics(made, MicsConfig(**options))

@@ -1,10 +1,10 @@
 """torchtitan's Trainer on mics: ``config = with_mics(config)`` is the only change.
 
-    def llama3_8b_mics() -> Trainer.Config:  # in a module of yours: torchtitan.train --module THAT --config THIS
+    def llama3_8b_mics() -> Trainer.Config:
         return with_mics(llama3_8b())
 
-The trainer asks ``ModelSpec.parallelize_fn`` for a sharded model, and then makes memory for it and initialises
-it. Here the model comes with both: mics runs torchtitan's own initialisers, one unit at a time.
+The trainer asks ``ModelSpec.parallelize_fn`` for a sharded model, then makes memory and initialises it.
+Here the model comes with both: mics runs torchtitan's own initialisers, one unit at a time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def parallelize(
     dump_folder: str,
     mics_config: MicsConfig,
 ) -> Decoder:
-    """``ModelSpec.parallelize_fn``: activation checkpointing and ``torch.compile`` of torchtitan, then mics."""
+    """``ModelSpec.parallelize_fn``: recomputation and ``torch.compile`` as torchtitan does, then mics."""
     _check(model, parallel_dims, training, parallelism)
     if model.enable_weight_tying:
         model.tok_embeddings.weight = model.lm_head.weight
@@ -167,7 +167,7 @@ def _check(model: Any, parallel_dims: Any, training: Any, parallelism: Any) -> N
             raise SettingsError(f"{name}: expected {expected!r}, found {found!r}; {why}")
     for path, module in model.named_modules():
         if isinstance(module, MoE):
-            raise SettingsError(f"model_spec.model: expected a dense model, found {path}, a mixture of experts")
+            raise SettingsError(f"model_spec.model: expected a dense model, found experts at {path!r}")
         if isinstance(module, Module) and type(module).init_states not in _KNOWN_INIT:
             raise SettingsError(
                 f"model_spec.model: expected modules that initialise themselves one by one, found "
@@ -180,7 +180,7 @@ _KNOWN_INIT: Final = (Module.init_states, Decoder.init_states)
 
 @contextmanager
 def _own_initialisers(model: Decoder) -> Iterator[None]:
-    """Inside, ``reset_parameters()`` of a module does what torchtitan's ``init_states()`` does for it alone."""
+    """Inside, ``reset_parameters()`` of a module does what ``init_states()`` does for it alone."""
     modules = [module for module in model.modules() if isinstance(module, Module)]
     for module in modules:
         module.__dict__["reset_parameters"] = partial(_initialise, module)
@@ -262,7 +262,7 @@ class MicsOptimizers(OptimizersContainer):
 
 
 class MicsCheckpointManager(BaseCheckpointManager):
-    """Folders of ``mics.save`` under ``dump_folder/folder``. ``mics.load`` reads them on any number of ranks."""
+    """Folders of ``mics.save`` under ``dump_folder/folder``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
