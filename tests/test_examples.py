@@ -219,11 +219,8 @@ def test_torchtitan_model_is_that_of_one_process(tmp_path: Path) -> None:
     """Two steps on two ranks and two on one: losses and norms of four steps on one."""
     if find_spec("torchtitan") is None or find_spec("triton") is None:
         pytest.skip("needs torchtitan, whose models import triton")
-    args = [
-        "--text",
-        TEXT,
-        *["--streams", "2", "--batch-size", "2", "--length", "32", "--interval", "2", "--lr", "1e-3"],
-    ]
+    sizes = "--streams 2 --batch-size 2 --length 32 --interval 2 --lr 1e-3"
+    args = ["--text", TEXT, *sizes.split()]
     whole = _run(1, "torchtitan_model.py", *args, "--out", "whole", "--steps", 4, cwd=tmp_path)
     first = _run(2, "torchtitan_model.py", *args, "--out", "parts", "--steps", 2, cwd=tmp_path)
     then = _run(1, "torchtitan_model.py", *args, "--out", "parts", "--steps", 4, cwd=tmp_path)
