@@ -126,6 +126,8 @@ def test_what_is_refused(option: str, value: Any, tmp_path: Path) -> None:
 def test_what_with_mics_refuses() -> None:
     with pytest.raises(mics.SettingsError, match=r"MicsConfig\.partition_size: expected None"):
         runs.refused_before({"partition_size": 2})
+    with pytest.raises(mics.SettingsError, match=r"MicsConfig\.optimizer_state: expected 'device'"):
+        runs.refused_before({"optimizer_state": "host"})
     with pytest.raises(mics.SettingsError, match=r"checkpoint\.async_mode: expected 'disabled'"):
         runs.refused_before({"config": {"checkpoint__async_mode": "async"}})
     with pytest.raises(mics.SettingsError, match=r"with_mics: config: expected a Trainer\.Config"):

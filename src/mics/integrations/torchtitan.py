@@ -58,6 +58,11 @@ def with_mics(config: Trainer.Config, mics_config: MicsConfig | None = None) -> 
                 f"MicsConfig.{name}: expected None, found {getattr(settings, name)!r}; set "
                 "parallelism.data_parallel_shard_degree, the ranks that hold one copy of the parameters"
             )
+    if settings.optimizer_state != "device":
+        raise SettingsError(
+            f"MicsConfig.optimizer_state: expected 'device', found {settings.optimizer_state!r}: it is not "
+            "tested with torchtitan's optimizers"
+        )
     return replace(
         config,
         model_spec=replace(config.model_spec, parallelize_fn=partial(parallelize, mics_config=settings)),
