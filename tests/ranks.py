@@ -276,6 +276,7 @@ _PRELOADED_WITH = {
     "transformers.trainer": "transformers.trainer",
     "lightning": "mics.integrations.lightning",
     "mics.fsdp": "mics.fsdp",
+    "torchtitan.trainer": "tests.integrations.torchtitan_runs",
 }
 
 _WORKER_ENVIRONMENT = {

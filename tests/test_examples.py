@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,7 @@ def _start(num_ranks: int, script: str, *args: object, cwd: Path) -> subprocess.
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(REPOSITORY / "src"),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",  # NCCL wants a GPU for each rank
@@ -211,3 +212,20 @@ def test_average_of_adapters(tmp_path: Path) -> None:
         assert 0 < average[name].norm() < trained[name].norm()
 
     assert "step 10 " in _run(1, "ema_and_lora.py", *args, "--steps", 10, cwd=tmp_path)
+
+
+@pytest.mark.full
+def test_torchtitan_model_is_that_of_one_process(tmp_path: Path) -> None:
+    """Two steps on two ranks and two on one: losses and norms of four steps on one."""
+    if find_spec("torchtitan") is None or find_spec("triton") is None:
+        pytest.skip("needs torchtitan, whose models import triton")
+    sizes = "--streams 2 --batch-size 2 --length 32 --interval 2 --lr 1e-3"
+    args = ["--text", TEXT, *sizes.split()]
+    whole = _run(1, "torchtitan_model.py", *args, "--out", "whole", "--steps", 4, cwd=tmp_path)
+    first = _run(2, "torchtitan_model.py", *args, "--out", "parts", "--steps", 2, cwd=tmp_path)
+    then = _run(1, "torchtitan_model.py", *args, "--out", "parts", "--steps", 4, cwd=tmp_path)
+    losses, found = (_numbers(r" loss ([\d.]+)", output) for output in (whole, first + then))
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert found == pytest.approx(losses, rel=1e-5)
+    norms, found = (_numbers(r" norm ([\d.]+)", output) for output in (whole, first + then))
+    assert found == pytest.approx(norms, rel=1e-3)  # of a tensor with 500,000 elements, in float32

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests import toys
 from tests.ranks import run_expecting_error, run_ranks
@@ -105,6 +107,56 @@ def test_full_state_dict_is_the_plain_models(partition_size: int) -> None:
     for rank, (first, everywhere) in enumerate(run_ranks(4, _full_states, partition_size, ranks_per_node=2)):
         assert _equal(first, expected) if rank == 0 else first == {}
         assert _equal(everywhere, expected)
+
+
+class _Fused(nn.Module):
+    """Computes with one matrix and saves it as three, as fused projections do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 5))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.T).sum() * self.scale
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, part in zip("qkv", state.pop(prefix + "weight").reshape(3, 4, 5), strict=True):
+            state[prefix + name] = part.contiguous()
+
+    @staticmethod
+    def _join(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if prefix + "q" in state:
+            state[prefix + "weight"] = torch.cat([state.pop(prefix + name) for name in "qkv"])
+
+
+def _save_fused(folder: str) -> tuple[bool, bool, bool]:
+    import mics
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(checkpoint_wrapper(_Fused()), _Fused())
+    plain[0].scale.fill_(3)
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = mics.shard(plain, partition_size=2)
+    is_plain = _equal(mics.full_state_dict(model, rank0_only=False), expected)
+    mics.save(folder, model)
+    model = mics.shard(nn.Sequential(_Fused(), _Fused()), partition_size=4)
+    mics.load(folder, model)
+    is_loaded = _equal(mics.full_state_dict(model, rank0_only=False), expected)
+    doubled = {name: 2 * value for name, value in expected.items()}
+    model.load_state_dict(doubled)
+    return is_plain, is_loaded, _equal(mics.full_state_dict(model, rank0_only=False), doubled)
+
+
+def test_hooks_may_split_parameters(tmp_path: Path) -> None:
+    """They see whole ones: state dicts have the plain model's names and values, and checkpoints work.
+
+    torch's wrapper for activation checkpointing, which has such hooks too, is in no name.
+    """
+    assert run_ranks(4, _save_fused, str(tmp_path)) == [(True, True, True)] * 4
 
 
 def _edits_reach_the_model() -> bool:

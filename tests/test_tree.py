@@ -99,5 +99,6 @@ def test_a_class_name_has_one_meaning() -> None:
         for node in ast.walk(module):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
+    del places["Config"]  # torchtitan asks each of its components for a class of this name
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert twice == {}

@@ -40,13 +40,41 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     if not keep:
         return {}
     state = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in _state_of(model, lambda unit: [whole[id(shard)] for shard in unit.shards]).items():
         if isinstance(value, Tensor):
             found = whole.get(id(value))
             state[name] = found if found is not None else _copied(value, cpu=cpu)
         else:
             state[name] = value  # what a module's get_extra_state returned
     return state
+
+
+def state_names(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict(keep_vars=True)`` for names, buffers and extra state: parameters may be empty."""
+    return _state_of(model, _without_memory)
+
+
+def _state_of(model: nn.Module, whole: Callable[[Unit], list[Tensor]]) -> dict[str, Any]:
+    """``model.state_dict(keep_vars=True)``, of shards.
+
+    Hooks of the model may split or reshape parameters, which pieces refuse. They then see ``whole`` ones.
+    """
+    try:
+        return model.state_dict(keep_vars=True)
+    except RuntimeError:  # MicsError is one
+        units = units_of(model)
+        try:
+            for unit in units:
+                unit.held.show([nn.Parameter(value, requires_grad=False) for value in whole(unit)])
+            return model.state_dict(keep_vars=True)
+        finally:
+            for unit in units:
+                unit.held.show(unit.shards)
+
+
+def _without_memory(unit: Unit) -> list[Tensor]:
+    dtype = unit.spec.param_dtype
+    return [torch.empty(slot.shape, dtype=dtype, device="meta") for slot in unit.spec.layout.slots]
 
 
 def take_parameters(model: nn.Module, take: Callable[[Tensor], Tensor] | None) -> dict[int, Tensor]:

@@ -99,6 +99,27 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "verl.workers.engine.fsdp.utils.create_device_mesh": ("world_size", "fsdp_size"),
         "verl.workers.engine.fsdp.utils.unfuse_moe_params": ("weights", "model_type"),
     },
+    "torchtitan": {
+        "torchtitan.components.optimizer.OptimizersContainer._post_init": ("all_params",),
+        "torchtitan.components.checkpointer.BaseCheckpointManager._save": ("curr_step", "last_step"),
+        "torchtitan.components.checkpointer.BaseCheckpointManager._load": ("step",),
+        "torchtitan.components.checkpointer.BaseCheckpointManager._wait_for_saving": (),
+        "torchtitan.components.checkpointer.BaseCheckpointManager._maybe_wait_for_staging": (),
+        "torchtitan.components.checkpointer.BaseCheckpointManager._close": (),
+        "torchtitan.distributed.compile.apply_compile": ("model", "compile_config", "parallel_dims"),
+        "torchtitan.protocols.model_spec.ModelSpec": ("parallelize_fn",),
+        "torchtitan.protocols.module.Module._param_init": (),
+        "torchtitan.protocols.module.Module._init_self_parameters": (),
+        "torchtitan.protocols.module.Module._init_self_buffers": (),
+        "torchtitan.protocols.module.Module.init_states": (),
+        "torchtitan.models.common.decoder.Decoder.init_states": (),
+    },
+    "ray": {
+        "ray.train.report": ("metrics", "checkpoint", "checkpoint_upload_mode"),
+        "ray.train.CheckpointUploadMode.NO_UPLOAD": (),
+        "ray.train.get_checkpoint": (),
+        "ray.train.FailureConfig": ("max_failures",),
+    },
 }
 # Calls that must still be there, in the text of the method that makes them: we change what they do.
 _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
@@ -165,7 +186,28 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
         "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step": ("_autocast_dtype",),
     },
+    "torchtitan": {
+        "torchtitan.trainer.Trainer.__init__": (
+            "model_spec.parallelize_fn(",
+            "model.to_empty(device=init_device)",
+            ".init_weights(buffer_device=buffer_device)",
+            "config.optimizer.build(model_parts=self.model_parts)",
+            "config.checkpoint.build(",
+        ),
+        "torchtitan.trainer.Trainer.train_step": ("dist_utils.clip_grad_norm_(", "self.optimizers.step()"),
+        "torchtitan.distributed.utils.clip_grad_norm_": ("torch.nn.utils.get_total_norm(",),
+        "torchtitan.components.optimizer.OptimizersContainer.__init__": ("self._post_init(all_params)",),
+        "torchtitan.protocols.module.Module.init_states": (
+            "self._init_self_parameters()",
+            "self._init_self_buffers(",
+        ),
+    },
+    "ray": {},
 }
+
+
+# What a host imports, and does not install.
+_NEEDS: Final = {"torchtitan": ("triton",)}
 
 
 def _find(path: str) -> Any:
@@ -201,7 +243,8 @@ def _says(found: Any, text: str) -> bool:
 @pytest.mark.parametrize("host", list(_NAMES))
 def test_names_are_there(host: str) -> None:
     """All that are gone are listed at once."""
-    pytest.importorskip(host)
+    for package in (host, *_NEEDS.get(host, ())):
+        pytest.importorskip(package)
     problems = [_problem(path, names, _takes) for path, names in _NAMES[host].items()]
     problems += [_problem(path, texts, _says) for path, texts in _CALLS[host].items()]
     assert not list(filter(None, problems)), "\n".join(filter(None, problems))

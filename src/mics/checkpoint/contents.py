@@ -19,7 +19,9 @@ from mics.checkpoint.records import MODEL, OPTIMIZER, TensorPart
 from mics.engine import Engine
 from mics.errors import SettingsError
 from mics.sharding.unit import Unit
+from mics.state_dict import state_names
 
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 _EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
 
 
@@ -92,13 +94,10 @@ def contents_of(model: nn.Module, engine: Engine) -> Contents:
     places = {id(shard): (unit, i) for unit in units for i, shard in enumerate(unit.shards)}
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    state = model.state_dict(keep_vars=True)
-    buffers = {
-        name: buffer.detach()
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-        if name in state  # the others are not persistent
-    }
+        names.setdefault(id(param), []).append(_without_wrapper(name))
+    state = state_names(model)
+    named = [(_without_wrapper(name), b) for name, b in model.named_buffers(remove_duplicate=False)]
+    buffers = {name: b.detach() for name, b in named if name in state}  # the others are not persistent
     known = {name for found in names.values() for name in found} | buffers.keys()
     module_state = {
         name: value
@@ -110,6 +109,11 @@ def contents_of(model: nn.Module, engine: Engine) -> Contents:
         for key, found in names.items()
     ]
     return Contents(params=params, buffers=buffers, module_state=module_state)
+
+
+def _without_wrapper(name: str) -> str:
+    """As state dicts have it: torch's wrapper for activation checkpointing leaves itself out there."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 def state_name(param: str, entry: str) -> str:
