@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 Gradients = dict[str, Tensor | None]
@@ -437,7 +438,13 @@ def to_device(leaf: Any, device: str) -> Any:
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     """An optimizer's state of one parameter; a number becomes a tensor, nothing is left out."""
-    return {k: torch.as_tensor(v).detach().cpu().clone() for k, v in state.items() if v is not None}
+    plain: dict[str, Any] = {}
+    for key, value in state.items():
+        if is_traceable_wrapper_subclass(value):  # torchao's 8-bit state
+            plain |= {f"{key}.{name}": getattr(value, name) for name in value.__tensor_flatten__()[0]}
+        else:
+            plain[key] = value
+    return {k: torch.as_tensor(v).detach().cpu().clone() for k, v in plain.items() if v is not None}
 
 
 def _cloned(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Final
 
 from mics.cost.shapes import ModelShape
-from mics.layout.flat import ALIGNMENT
+from mics.layout.flat import alignment_of, round_up
 from mics.layout.homes import Change, Recorded, aligned, plan_homes, plan_segments
 from mics.layout.order import NO_BATCHING, Batching, Prefetch, make_plan
 
@@ -68,9 +68,8 @@ class Division:
 
 
 def padded(numel: int, division: Division) -> int:
-    """Elements of a unit once every rank's piece is aligned."""
-    step = division.partition_size * division.num_replicas * ALIGNMENT
-    return math.ceil(numel / step) * step
+    """Elements of a unit once every rank's piece is aligned; its largest parameter is most of it."""
+    return round_up(numel, alignment_of(numel) * division.partition_size * division.num_replicas)
 
 
 @dataclass(frozen=True)
