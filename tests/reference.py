@@ -245,7 +245,7 @@ class _Plain:
         for name, parameter in self.masters.named_parameters():
             if parameter in self.optimizer.state:
                 state = self.optimizer.state[parameter]
-                outcome.optimizer_state[name] = _tensors(state)
+                outcome.optimizer_state[name] = plain_state(state)
         return outcome
 
 
@@ -405,7 +405,7 @@ def train_sharded(recipe: Recipe, sharding: Sharding) -> Outcome:
             outcome.extra.append(recipe.between_steps(model, step))
     outcome.state_dict = _cloned(mics.full_state_dict(model))
     state = mics.full_optimizer_state_dict(model, optimizer)
-    outcome.optimizer_state = {name: _tensors(values) for name, values in state.items()}
+    outcome.optimizer_state = {name: plain_state(values) for name, values in state.items()}
     names = [name for name, _ in model.named_parameters()]
     outcome.parameters = {n: outcome.state_dict[n] for n in names if n in outcome.state_dict}
     return outcome
@@ -436,7 +436,7 @@ def to_device(leaf: Any, device: str) -> Any:
     return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+def plain_state(state: dict[str, Any]) -> dict[str, Tensor]:
     """An optimizer's state of one parameter; a number becomes a tensor, nothing is left out."""
     plain: dict[str, Any] = {}
     for key, value in state.items():

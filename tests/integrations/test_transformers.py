@@ -318,7 +318,7 @@ def _evaluate_first(folder: str) -> list[float]:
     ("options", "name"),
     [
         ({"optim": "adafactor"}, "optim"),
-        ({"optim": "adamw_bnb_8bit"}, "optim"),
+        ({"optim": "adamw_torch_4bit"}, "optim"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"bf16_full_eval": True}, "bf16_full_eval"),
         ({"fp16_full_eval": True}, "fp16_full_eval"),

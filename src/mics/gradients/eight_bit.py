@@ -76,7 +76,9 @@ class EightBit(ABC):
         for unit, index in members:
             param, layout = unit.shards[index], unit.layouts[index]
             state = self.optimizer.state.get(param)
-            if state and self._is_whole(state, param, layout):
+            if state and not param.numel():
+                del self.optimizer.state[param]  # of a whole parameter, of which this rank has nothing
+            elif state and self._is_whole(state, param, layout):
                 self.optimizer.state[param] = self._cut(state, param, layout)
             elif state:
                 self.pieces(param, layout)
@@ -108,7 +110,7 @@ class EightBit(ABC):
 
     def _is_whole(self, state: State, param: Tensor, layout: Layout) -> bool:
         values = self.elementwise(self.take_apart(state)).values()
-        return any(value.shape != param.shape and layout.is_whole(value) for value in values)
+        return all(value.shape != param.shape and layout.is_whole(value) for value in values)
 
     def _cut(self, state: State, param: Tensor, layout: Layout) -> State:
         """This rank's blocks of whole state."""
