@@ -97,6 +97,17 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithValueHead": (),
         "verl.workers.engine.fsdp.utils.create_device_mesh": ("world_size", "fsdp_size"),
         "verl.workers.engine.fsdp.utils.unfuse_moe_params": ("weights", "model_type"),
+    "torchao": {
+        "torchao.optim.AdamW8bit": ("block_size", "bf16_stochastic_round"),
+        "torchao.optim.subclass_8bit.OptimState8bit.__init__": ("codes", "scale", "qmap", "signed", "dtype"),
+        "torchao.optim.subclass_8bit.OptimState8bit.zeros": ("shape", "signed", "block_size", "device"),
+    },
+    "bitsandbytes": {
+        "bitsandbytes.optim.AdamW8bit": ("min_8bit_size", "is_paged"),
+        "bitsandbytes.optim.optimizer.Optimizer2State.check_overrides": (),
+        "bitsandbytes.optim.optimizer.Optimizer2State.fill_qmap": (),
+        "bitsandbytes.optim.optimizer.Optimizer2State.get_config": ("gindex", "pindex", "group"),
+        "bitsandbytes.optim.optimizer.Optimizer2State.init_state": ("group", "p", "gindex", "pindex"),
     },
 }
 # Calls that must still be there, in the text of the method that makes them: we change what they do.
@@ -156,6 +167,29 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "self._gradient_sync_context(",
         ),
         "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step": ("_autocast_dtype",),
+    "torchao": {
+        "torchao.optim.adam._AdamBase.step": (
+            "if len(state) == 0:",
+            'state["exp_avg"] = self._new_buffer(p, True)',
+            'state["exp_avg_sq"] = self._new_buffer(p, False)',
+            'state["max_exp_avg_sq"] = self._new_buffer(p, False)',
+        ),
+        "torchao.optim.adam._AdamBase._new_buffer": ("4096", "% self.block_size == 0"),
+        "torchao.optim.adam._AdamBase.__init__": ("self.block_size = ", "self.bf16_stochastic_round = "),
+    },
+    "bitsandbytes": {
+        "bitsandbytes.optim.optimizer.Optimizer8bit.step": (
+            "if len(state) == 0:",
+            "if not self.initialized:",
+        ),
+        "bitsandbytes.optim.optimizer.Optimizer8bit.fill_qmap": ("name2qmap",),
+        "bitsandbytes.optim.optimizer.Optimizer2State.__init__": ("self.optimizer_name = ", "self.args = "),
+        "bitsandbytes.optim.optimizer.Optimizer2State.init_state": (
+            'if p.numel() < config["min_8bit_size"]:',
+            'state["absmax1"] = ',
+            "blocksize = 256",
+        ),
+        "bitsandbytes.optim.optimizer.Optimizer8bit.get_config": ("self.args.min_8bit_size",),
     },
 }
 
