@@ -42,8 +42,8 @@ def main() -> None:
     text = torch.tensor(list(resources.files("mics.train").joinpath("fables.txt").read_bytes()))
     found: dict[str, list[float]] = {}
     state: dict[str, float] = {}
-    for name, path in OPTIMIZERS.items():
-        module, _, kind = path.rpartition(".")
+    for name in options.optimizers:
+        module, _, kind = OPTIMIZERS[name].rpartition(".")
         if find_spec(module.partition(".")[0]) is None:
             continue
         for seed in range(options.seeds):
@@ -65,6 +65,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=2)

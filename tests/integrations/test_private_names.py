@@ -98,7 +98,7 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "verl.workers.engine.fsdp.utils.create_device_mesh": ("world_size", "fsdp_size"),
         "verl.workers.engine.fsdp.utils.unfuse_moe_params": ("weights", "model_type"),
     "torchao": {
-        "torchao.optim.AdamW8bit": ("block_size", "bf16_stochastic_round"),
+        "torchao.optim.AdamW8bit": ("block_size",),
         "torchao.optim.subclass_8bit.OptimState8bit.__init__": ("codes", "scale", "qmap", "signed", "dtype"),
         "torchao.optim.subclass_8bit.OptimState8bit.zeros": ("shape", "signed", "block_size", "device"),
     },
@@ -175,7 +175,7 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             'state["max_exp_avg_sq"] = self._new_buffer(p, False)',
         ),
         "torchao.optim.adam._AdamBase._new_buffer": ("4096", "% self.block_size == 0"),
-        "torchao.optim.adam._AdamBase.__init__": ("self.block_size = ", "self.bf16_stochastic_round = "),
+        "torchao.optim.adam._AdamBase.__init__": ("self.block_size = ",),
     },
     "bitsandbytes": {
         "bitsandbytes.optim.optimizer.Optimizer8bit.step": (

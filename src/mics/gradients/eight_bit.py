@@ -83,7 +83,6 @@ class EightBit(ABC):
             elif state:
                 self.pieces(param, layout)
             elif param.grad is not None:
-                _check_copies(self.optimizer, unit)
                 self.optimizer.state[param] = self.make(param, layout.whole_numel)
 
     def pieces(self, param: Tensor, layout: Layout) -> State:
@@ -302,13 +301,3 @@ def plain_tensors(value: Tensor) -> list[Tensor]:
 def is_packed(value: Any) -> bool:
     """Whether it is a tensor made of others, such as torchao's."""
     return is_traceable_wrapper_subclass(value)
-
-
-def _check_copies(optimizer: Any, unit: Unit) -> None:
-    """Replicas that update the same elements must round them alike."""
-    draws = getattr(optimizer, "bf16_stochastic_round", False) and unit.master.dtype is torch.bfloat16
-    if draws and not unit.share.masters_over_replicas and unit.groups.replication.size > 1:
-        raise SettingsError(
-            "bf16_stochastic_round: expected False where replicas update the same elements, found True; "
-            'shard with optimizer_sharding="world", or keep masters in float32'
-        )
