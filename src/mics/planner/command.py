@@ -129,6 +129,11 @@ class PlanConfig:
             raise SettingsError(
                 "--write: expected one number of nodes, found --nodes; give them in --cluster NAME:NODES"
             )
+        if self.optimizer_state == "host" and self.optimizer != "adamw":
+            raise SettingsError(
+                f"--optimizer-state: expected device with --optimizer {self.optimizer}, found host; leave "
+                "one of them out"
+            )
         if self.output.write is not None and self.optimizer != "adamw":
             raise SettingsError(
                 f"--write: expected --optimizer adamw, found {self.optimizer}: mics train has AdamW alone; "
