@@ -97,6 +97,7 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithValueHead": (),
         "verl.workers.engine.fsdp.utils.create_device_mesh": ("world_size", "fsdp_size"),
         "verl.workers.engine.fsdp.utils.unfuse_moe_params": ("weights", "model_type"),
+    },
     "torchao": {
         "torchao.optim.AdamW8bit": ("block_size",),
         "torchao.optim.subclass_8bit.OptimState8bit.__init__": ("codes", "scale", "qmap", "signed", "dtype"),
@@ -167,6 +168,7 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "self._gradient_sync_context(",
         ),
         "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step": ("_autocast_dtype",),
+    },
     "torchao": {
         "torchao.optim.adam._AdamBase.step": (
             "if len(state) == 0:",
