@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 Gradients = dict[str, Tensor | None]
@@ -244,7 +245,7 @@ class _Plain:
         for name, parameter in self.masters.named_parameters():
             if parameter in self.optimizer.state:
                 state = self.optimizer.state[parameter]
-                outcome.optimizer_state[name] = _tensors(state)
+                outcome.optimizer_state[name] = plain_state(state)
         return outcome
 
 
@@ -404,7 +405,7 @@ def train_sharded(recipe: Recipe, sharding: Sharding) -> Outcome:
             outcome.extra.append(recipe.between_steps(model, step))
     outcome.state_dict = _cloned(mics.full_state_dict(model))
     state = mics.full_optimizer_state_dict(model, optimizer)
-    outcome.optimizer_state = {name: _tensors(values) for name, values in state.items()}
+    outcome.optimizer_state = {name: plain_state(values) for name, values in state.items()}
     names = [name for name, _ in model.named_parameters()]
     outcome.parameters = {n: outcome.state_dict[n] for n in names if n in outcome.state_dict}
     return outcome
@@ -435,9 +436,15 @@ def to_device(leaf: Any, device: str) -> Any:
     return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+def plain_state(state: dict[str, Any]) -> dict[str, Tensor]:
     """An optimizer's state of one parameter; a number becomes a tensor, nothing is left out."""
-    return {k: torch.as_tensor(v).detach().cpu().clone() for k, v in state.items() if v is not None}
+    plain: dict[str, Any] = {}
+    for key, value in state.items():
+        if is_traceable_wrapper_subclass(value):  # torchao's 8-bit state
+            plain |= {f"{key}.{name}": getattr(value, name) for name in value.__tensor_flatten__()[0]}
+        else:
+            plain[key] = value
+    return {k: torch.as_tensor(v).detach().cpu().clone() for k, v in plain.items() if v is not None}
 
 
 def _cloned(tensors: dict[str, Any]) -> dict[str, Any]:

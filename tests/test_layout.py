@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics.layout.flat import ALIGNMENT, UnitLayout, plan_layout
+from mics.layout.flat import ALIGNMENT, BLOCK_NUMEL, LARGE_NUMEL, UnitLayout, alignment_of, plan_layout
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6).map(
     lambda dims: [(f"p{i}", shape) for i, shape in enumerate(dims)]
@@ -42,6 +42,27 @@ def test_everything_is_aligned_and_equal(layout: UnitLayout) -> None:
         starts.extend(piece.start for piece in pieces)
         assert [position for piece in pieces for position in piece] == list(layout.chunk_span(chunk))
     assert all(start % ALIGNMENT == 0 for start in starts)
+
+
+large = st.lists(st.integers(1, 3 * LARGE_NUMEL), min_size=1, max_size=6).map(
+    lambda numels: [(f"p{i}", (numel,)) for i, numel in enumerate(numels)]
+)
+
+
+@given(large, st.integers(1, 8), st.integers(1, 4))
+def test_large_parameters_are_cut_between_blocks(
+    shapes: list[tuple[str, tuple[int, ...]]], num_chunks: int, num_pieces: int
+) -> None:
+    """Every piece of one begins at a multiple of 256 of its own elements; small ones lose no more than 7."""
+    layout = plan_layout(shapes, num_chunks=num_chunks, num_pieces=num_pieces)
+    cuts = range(0, layout.numel, layout.piece_numel)
+    for slot in layout.slots:
+        if slot.numel >= LARGE_NUMEL:
+            assert slot.start % BLOCK_NUMEL == 0
+            assert all((cut - slot.start) % BLOCK_NUMEL == 0 for cut in cuts if slot.start < cut < slot.stop)
+    ends = [0, *(slot.stop for slot in layout.slots)]
+    for end, slot in zip(ends, layout.slots, strict=False):
+        assert 0 <= slot.start - end < alignment_of(slot.numel)
 
 
 @given(layouts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 from weakref import ref
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mics.comm.journal import calling, collective_call, in_call, name_ranks
 from mics.engine import Engine, engines_of, settle_host, units_of
 from mics.errors import SettingsError
+from mics.gradients.eight_bit import EightBit, eight_bit_of
 from mics.gradients.shards import GradState, UnitGradients
 from mics.guard import Layout, ShardTensor, run_plainly
 from mics.sharding.held import ParameterTable
@@ -168,28 +169,52 @@ def take_optimizer_state(
     world = engines_of(model)[0].world
     result: dict[str, dict[str, Any]] = {}
     units = [unit for unit in units_of(model) if unit.spec.trainable]
-    states = [[optimizer.state.get(shard, {}) for shard in unit.shards] for unit in units]
+    eight_bit = eight_bit_of(optimizer)
+    states = [[_state_of(unit, index, optimizer) for index in range(len(unit.shards))] for unit in units]
     # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
     described = [
-        [_describe(state, shard) for state, shard in zip(own, unit.shards, strict=True)]
+        [_describe(state, shard, eight_bit) for state, shard in zip(own, unit.shards, strict=True)]
         for unit, own in zip(units, states, strict=True)
     ]
     everywhere = world.gather_objects(described)
     for number, (unit, own) in enumerate(zip(units, states, strict=True)):
         found = [_merged(entries) for entries in zip(*(ranks[number] for ranks in everywhere), strict=True)]
-        for key in sorted({key for entry in found for key, kind in entry.items() if kind is SHARDED}):
-            local = torch.zeros_like(unit.master)
-            for state, view in zip(own, unit.views_of(local), strict=True):
-                if key in state:
-                    view.copy_(state[key])
-            whole = split_whole(unit, unit.full_of_masters(local))
-            for entry, value in zip(found, whole, strict=True):
-                if take is not None and entry.get(key) is SHARDED:
+        kinds = {(key, kind) for entry in found for key, kind in entry.items() if isinstance(kind, _Sharded)}
+        for key, kind in sorted(kinds, key=str):
+            has = [isinstance(entry.get(key), _Sharded) and entry[key] == kind for entry in found]
+            values = [state.get(key) if each else None for state, each in zip(own, has, strict=True)]
+            whole = _whole_state(unit, kind, values)
+            for entry, value, each in zip(found, whole, has, strict=True):
+                if take is not None and each:
                     entry[key] = take(value)
         for shard, entry in zip(unit.shards, found, strict=True):
             if take is not None and entry and id(shard) in names:
-                result[names[id(shard)]] = entry
+                state = entry if eight_bit is None else eight_bit.put_together(entry, shard.dtype)
+                result[names[id(shard)]] = state
     return result
+
+
+def _whole_state(unit: Unit, kind: _Sharded, values: Sequence[Tensor | None]) -> list[Tensor]:
+    """One entry of the optimizer's state of a unit, from this rank's part of it for each parameter."""
+    layout, numel = unit.spec.layout, kind.block_numel
+    span = unit.share.master_span(unit.spec)
+    local = unit.master.new_zeros(len(span) // numel, dtype=kind.dtype)
+    for slot, value in zip(layout.slots, values, strict=True):
+        if value is not None and value.numel():
+            start = (slot.overlap(span).start - span.start) // numel
+            local[start : start + value.numel()].copy_(value.reshape(-1))
+    flat = unit.full_of_masters(local)
+    if numel == 1:
+        return split_whole(unit, flat)
+    return [flat[slot.start // numel : -(-slot.stop // numel)] for slot in layout.slots]
+
+
+def _state_of(unit: Unit, index: int, optimizer: Optimizer) -> Mapping[str, Any]:
+    """This rank's part of a parameter's optimizer state; 8-bit state taken apart."""
+    eight_bit = eight_bit_of(optimizer)
+    shard = unit.shards[index]
+    state: Mapping[str, Any] = optimizer.state.get(shard, {})
+    return state if eight_bit is None else eight_bit.pieces(shard, unit.layouts[index])
 
 
 @takes_old_keywords("mics.summon_full_params", writeback="write")
@@ -347,24 +372,25 @@ def _check_shape(name: str, value: Tensor, whole: Tensor) -> None:
         )
 
 
-class _Sharded(Enum):
-    """Stands for a tensor of which each rank has a part."""
+@dataclass(frozen=True)
+class _Sharded:
+    """Stands for a tensor of which each rank has a part: with a value for each block of elements."""
 
-    SHARDED = "sharded"
+    dtype: torch.dtype
+    block_numel: int = 1
 
 
-SHARDED = _Sharded.SHARDED
-
-
-def _describe(state: Mapping[str, Any], shard: Tensor) -> dict[str, Any]:
-    """Each entry of a parameter's optimizer state: SHARDED, or its value where all ranks have the same."""
-    return {
-        key: SHARDED
-        if isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0
-        else _host(value)
-        for key, value in state.items()
-        if shard.numel() > 0  # state that some optimizers make for every parameter, and never step here
-    }
+def _describe(state: Mapping[str, Any], shard: Tensor, eight_bit: EightBit | None) -> dict[str, Any]:
+    """Each entry of a parameter's optimizer state, by its value where all ranks have the same."""
+    found: dict[str, Any] = {}
+    for key, value in state.items() if shard.numel() > 0 else ():  # some make it for every parameter
+        if eight_bit is not None and eight_bit.is_per_block(key):
+            found[key] = _Sharded(value.dtype, eight_bit.block_numel)
+        elif isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0:
+            found[key] = _Sharded(shard.dtype if eight_bit is None else value.dtype)
+        else:
+            found[key] = _host(value)
+    return found
 
 
 def _merged(descriptions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -120,6 +120,18 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "ray.train.get_checkpoint": (),
         "ray.train.FailureConfig": ("max_failures",),
     },
+    "torchao": {
+        "torchao.optim.AdamW8bit": ("block_size",),
+        "torchao.optim.subclass_8bit.OptimState8bit.__init__": ("codes", "scale", "qmap", "signed", "dtype"),
+        "torchao.optim.subclass_8bit.OptimState8bit.zeros": ("shape", "signed", "block_size", "device"),
+    },
+    "bitsandbytes": {
+        "bitsandbytes.optim.AdamW8bit": ("min_8bit_size", "is_paged"),
+        "bitsandbytes.optim.optimizer.Optimizer2State.check_overrides": (),
+        "bitsandbytes.optim.optimizer.Optimizer2State.fill_qmap": (),
+        "bitsandbytes.optim.optimizer.Optimizer2State.get_config": ("gindex", "pindex", "group"),
+        "bitsandbytes.optim.optimizer.Optimizer2State.init_state": ("group", "p", "gindex", "pindex"),
+    },
 }
 # Calls that must still be there, in the text of the method that makes them: we change what they do.
 _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
@@ -203,6 +215,30 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "ray": {},
+    "torchao": {
+        "torchao.optim.adam._AdamBase.step": (
+            "if len(state) == 0:",
+            'state["exp_avg"] = self._new_buffer(p, True)',
+            'state["exp_avg_sq"] = self._new_buffer(p, False)',
+            'state["max_exp_avg_sq"] = self._new_buffer(p, False)',
+        ),
+        "torchao.optim.adam._AdamBase._new_buffer": ("4096", "% self.block_size == 0"),
+        "torchao.optim.adam._AdamBase.__init__": ("self.block_size = ",),
+    },
+    "bitsandbytes": {
+        "bitsandbytes.optim.optimizer.Optimizer8bit.step": (
+            "if len(state) == 0:",
+            "if not self.initialized:",
+        ),
+        "bitsandbytes.optim.optimizer.Optimizer8bit.fill_qmap": ("name2qmap",),
+        "bitsandbytes.optim.optimizer.Optimizer2State.__init__": ("self.optimizer_name = ", "self.args = "),
+        "bitsandbytes.optim.optimizer.Optimizer2State.init_state": (
+            'if p.numel() < config["min_8bit_size"]:',
+            'state["absmax1"] = ',
+            "blocksize = 256",
+        ),
+        "bitsandbytes.optim.optimizer.Optimizer8bit.get_config": ("self.args.min_8bit_size",),
+    },
 }
 
 

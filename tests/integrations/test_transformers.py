@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 import mics
 from mics.engine import engine_of
@@ -314,11 +314,39 @@ def _evaluate_first(folder: str) -> list[float]:
     return [entry["loss"] for entry in _history(trainer) if "loss" in entry]
 
 
+def _wide() -> nn.Module:
+    """With matrices that 8-bit optimizers quantise, and a few that they do not."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**{**gpt2().config.to_dict(), "n_embd": 32}))
+
+
+def _narrow(folder: str, partition_size: int | None, world_size: int, optim: str) -> tuple[Any, int]:
+    torch.compiler.set_stance("force_eager")  # torchao's step
+    trainer = _trainer(folder, partition_size, world_size, build=_wide, optim=optim, max_steps=4)
+    trainer.train()
+    entries = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    codes = [getattr(value, "codes", value) for value in entries if isinstance(value, torch.Tensor)]
+    return _history(trainer), sum(each.dtype is torch.uint8 for each in codes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("library", "optim"), [("torchao", "adamw_torch_8bit"), ("bitsandbytes", "adamw_bnb_8bit")]
+)
+def test_eight_bit_optimizers(library: str, optim: str, tmp_path: Path) -> None:
+    """Losses and norms of the plain trainer with the same optimizer."""
+    pytest.importorskip(library)
+    plain, num_plain = run_ranks(1, _narrow, str(tmp_path), None, 1, optim, launch="none")[0]
+    found = run_ranks(4, _narrow, str(tmp_path), 2, 4, optim)
+    assert num_plain and any(num for _, num in found)
+    _assert_same(found[0][0], plain)
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"optim": "adafactor"}, "optim"),
-        ({"optim": "adamw_bnb_8bit"}, "optim"),
+        ({"optim": "adamw_torch_4bit"}, "optim"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"bf16_full_eval": True}, "bf16_full_eval"),
         ({"fp16_full_eval": True}, "fp16_full_eval"),

@@ -136,6 +136,27 @@ def test_terms_are_those_of_a_real_run(partition_size: int, tied: bool) -> None:
         assert terms[name] == pytest.approx(measured, rel=0.03), name
 
 
+def test_8_bit_adam_takes_a_quarter_of_the_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two bytes for each parameter, and two scales for each 256; the code to type has it."""
+    found = []
+    for optimizer in ("adamw", "adamw8bit"):
+        plan = ["plan", "--model", "gpt-1.3b", "--cluster", "p4d.24xlarge:1", "--global-batch", "64"]
+        assert main([*plan, "--optimizer", optimizer, "--json"]) == 0
+        choices = json.loads(capsys.readouterr().out)["choices"]
+        found.append({choice["partition_size"]: choice["memory"]["optimizer state"] for choice in choices})
+    wide, narrow = found
+    assert wide
+    for size, nbytes in wide.items():
+        assert narrow[size] == pytest.approx(nbytes * (2 + 2 * 4 / 256) / 8, rel=1e-3)
+    request = Request(
+        model=find_model("gpt-1.3b"),
+        cluster=planned_cluster("p4d.24xlarge:1"),
+        global_batch=64,
+        state_nbytes=2.03,
+    )
+    assert "optimizer = AdamW8bit(model.parameters())" in advice(search(request).choices[0])
+
+
 def test_a_built_model_and_its_config_agree() -> None:
     with torch.device("meta"):
         model = GPT(CONFIG)

@@ -85,6 +85,14 @@ def test_what_a_run_would_refuse_is_not_written(tmp_path: Path, capsys: pytest.C
             "--write: expected one number of nodes, found",
         ),
         (["--data", "data"], "--data: expected --write FILE beside it, found none"),
+        (
+            ["--write", "run.yaml", "--optimizer", "adamw8bit"],
+            "--write: expected --optimizer adamw, found adamw8bit",
+        ),
+        (
+            ["--optimizer", "adamw8bit", "--optimizer-state", "host"],
+            "--optimizer-state: expected device with --optimizer adamw8bit, found host",
+        ),
         (["--write", "no/such/folder/run.yaml"], "--write no/such/folder/run.yaml: expected a file that can"),
     ],
 )

@@ -6,6 +6,7 @@ torch's own APIs have them once they are flattened.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from mics.checkpoint.records import MODEL, OPTIMIZER, TensorPart
 from mics.engine import Engine
 from mics.errors import SettingsError
+from mics.gradients.eight_bit import eight_bit_of
 from mics.sharding.unit import Unit
 from mics.state_dict import state_names
 
@@ -58,20 +60,29 @@ class HeldParam:
         overlap = slot.overlap(flat)
         return range(overlap.start - slot.start, overlap.stop - slot.start)
 
-    def part(self, name: str, values: Tensor, *, once: bool) -> TensorPart:
-        """A tensor laid out as the shard (or the shard itself), as part of a whole tensor."""
-        have, want = self.span(once=False), self.span(once=once)
+    def part(self, name: str, values: Tensor, *, once: bool, block_numel: int = 1) -> TensorPart:
+        """A tensor laid out as the shard (or the shard itself), as part of a whole tensor.
+
+        Or one with a value for each block of ``block_numel`` elements, between which shards are cut.
+        """
+        have, want = (_blocks(self.span(once=each), block_numel) for each in (False, once))
         flat = values.detach().view(-1)
         layout = self.unit.spec.layout
-        division = layout.slots[self.index].start, layout.piece_numel
+        division = layout.slots[self.index].start // block_numel, layout.piece_numel // block_numel
         cut = flat[want.start - have.start : want.stop - have.start] if want else flat[:0]
+        whole = range(math.prod(self.shape))
         return TensorPart(
             name=name,
-            shape=self.shape,
+            shape=self.shape if block_numel == 1 else (len(_blocks(whole, block_numel)),),
             span=want or range(0),
             values=cut,
             division=division if once else None,
         )
+
+
+def _blocks(span: range, numel: int) -> range:
+    """The blocks of ``numel`` elements that ``span`` consists of; the last of them may be shorter."""
+    return range(span.start // numel, -(-span.stop // numel)) if span else range(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,20 +139,25 @@ def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: 
         for name, buffer in contents.buffers.items():
             yield _whole(MODEL + name, buffer)
     for held in contents.params:
-        states = [each.state[held.shard] for each in optimizers if each.state.get(held.shard)]
-        if len(states) > 1:
-            raise SettingsError(f"{held.name}: expected one optimizer with state for it, found {len(states)}")
-        for state in states:
-            yield from _state_parts(held, state)
+        found = [each for each in optimizers if each.state.get(held.shard)]
+        if len(found) > 1:
+            raise SettingsError(f"{held.name}: expected one optimizer with state for it, found {len(found)}")
+        for optimizer in found:
+            yield from _state_parts(held, optimizer)
 
 
-def _state_parts(held: HeldParam, state: dict[str, Any]) -> Iterator[TensorPart]:
+def _state_parts(held: HeldParam, optimizer: Optimizer) -> Iterator[TensorPart]:
     own = held.span(once=True)
     if not own:
         return  # also where an optimizer made state for nothing
+    eight_bit, state = eight_bit_of(optimizer), optimizer.state[held.shard]
+    if eight_bit is not None:
+        state = eight_bit.pieces(held.shard, held.unit.layouts[held.index])
     for entry, value in state.items():
         name = state_name(held.name, entry)
-        if isinstance(value, Tensor) and value.shape == held.shard.shape and value.dim() > 0:
+        if eight_bit is not None and eight_bit.is_per_block(entry):
+            yield held.part(name, value, once=True, block_numel=eight_bit.block_numel)
+        elif isinstance(value, Tensor) and value.shape == held.shard.shape and value.dim() > 0:
             yield held.part(name, value, once=True)
         elif value is not None and own.start == 0:  # all ranks have the same: the first of them writes it
             if not isinstance(value, Tensor | int | float | bool):

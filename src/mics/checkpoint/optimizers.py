@@ -16,6 +16,7 @@ from mics.checkpoint.contents import Contents, HeldParam
 from mics.checkpoint.names import state_entries
 from mics.checkpoint.records import StoredTensor
 from mics.checkpoint.wanted import Wanted, converts
+from mics.gradients.eight_bit import EightBit, eight_bit_of
 from mics.guard import ShardParameter, ShardTensor
 from mics.sharding.contiguous import Contiguous
 
@@ -40,6 +41,10 @@ class Fill:
 
     def run(self) -> None:
         """By the way that optimizers provide for it."""
+        eight_bit = eight_bit_of(self.optimizer)
+        if eight_bit is not None:
+            self._run_in_place(eight_bit)
+            return
         groups, state, number = [], {}, 0
         for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
             numbers = []
@@ -52,6 +57,18 @@ class Fill:
                 number += 1
             groups.append({**settings, "params": numbers})
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _run_in_place(self, eight_bit: EightBit) -> None:
+        """Put 8-bit state where the optimizer keeps it: libraries would cast it, or take it for whole."""
+        kept = {} if self.strict else dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(kept)
+        for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(settings)
+            for param in (each for each in group["params"] if id(each) in self.entries):
+                entries = self.entries[id(param)]
+                guarded = _guarded(param, eight_bit.elementwise(entries))
+                self.optimizer.state[param] = eight_bit.put_together({**entries, **guarded}, param.dtype)
 
 
 def _guarded(param: nn.Parameter, entries: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,6 +87,10 @@ def _guarded(param: nn.Parameter, entries: dict[str, Tensor]) -> dict[str, Tenso
 def plan_fill(wanted: Wanted, contents: Contents, optimizer: Optimizer, saved: Any, *, strict: bool) -> Fill:
     """Have the state of an optimizer read, and find its settings among the ``saved`` groups."""
     groups = _settings(wanted, contents, optimizer, saved, strict=strict)
+    eight_bit = eight_bit_of(optimizer)
+    if eight_bit is not None:
+        found = _want_eight_bit(wanted, contents, eight_bit)
+        return Fill(optimizer=optimizer, entries=found, groups=groups, strict=strict)
     entries = _want_state(wanted, contents, optimizer, strict=strict)
     if strict:
         _check_state(wanted, contents, optimizer, groups, entries)
@@ -237,6 +258,37 @@ def _want_state(wanted: Wanted, contents: Contents, optimizer: Optimizer, *, str
         wanted.problems.append(
             "optimizer: expected the state of an optimizer, found none; load the model alone"
         )
+    return filled
+
+
+def _want_eight_bit(wanted: Wanted, contents: Contents, eight_bit: EightBit) -> _Entries:
+    """The same of an optimizer with 8-bit state, whose codes and scales mean nothing to another one."""
+    found = state_entries(wanted.index, [name for held in contents.params for name in held.names])
+    optimizer = eight_bit.optimizer
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    filled: _Entries = {}
+    for held in contents.params:
+        own = next((found[name] for name in held.names if name in found), {})
+        if not own or id(held.shard) not in trained or held.shard.numel() == 0:
+            continue
+        has = optimizer.state.get(held.shard) or eight_bit.make(held.shard, math.prod(held.shape))
+        entries = filled[id(held.shard)] = eight_bit.take_apart(has)
+        if own.keys() != entries.keys():
+            wanted.problems.append(
+                f"{held.name}: expected the state of {type(optimizer).__name__} ({', '.join(entries)}), "
+                f"found {', '.join(own)}; build the optimizer that was saved, with its settings"
+            )
+            continue
+        for entry, name in own.items():
+            stored, value = wanted.stored(name), entries[entry]
+            if eight_bit.is_per_block(entry):
+                part = held.part(name, value, once=False, block_numel=eight_bit.block_numel)
+                wanted.add(part, name, stored)
+            elif isinstance(value, Tensor) and value.dim():
+                wanted.add(held.part(name, value, once=False), name, stored)
+            else:
+                entries[entry] = torch.empty((), dtype=stored.dtype, device="cpu")
+                wanted.add_whole(entries[entry], name, stored)
     return filled
 
 

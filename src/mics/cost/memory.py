@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Final
 
 from mics.cost.shapes import ModelShape
-from mics.layout.flat import ALIGNMENT
+from mics.layout.flat import BLOCK_NUMEL, alignment_of, round_up
 from mics.layout.homes import Change, Recorded, aligned, plan_homes, plan_segments
 from mics.layout.order import NO_BATCHING, Batching, Prefetch, make_plan
 
@@ -23,6 +23,7 @@ DRIVER_NBYTES: Final = 1 << 30
 """Of a GPU's memory, that no program has: tables of its pages, the CUDA context and loaded kernels."""
 MASTER_NBYTES: Final = 4  # of an element in float32
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
+ADAM_8BIT_NBYTES: Final = 2 * (1 + 4 / BLOCK_NUMEL)  # two codes, and two scales in float32 for each block
 NUM_STAGED: Final = 2  # units whose optimizer state is on the device at once, if it comes from the host
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
@@ -43,6 +44,8 @@ class Division:
     num_reduce_buffers: int = 1
     param_nbytes: int = _PARAM
     reduce_nbytes: int = _WIDE
+    state_nbytes: float = ADAM_NBYTES
+    """Of an optimizer, for each element of a master."""
     low_memory: bool = False
     """Gradients, buffers and gathered units have memory only while they are needed."""
     state_on_host: bool = False
@@ -68,9 +71,8 @@ class Division:
 
 
 def padded(numel: int, division: Division) -> int:
-    """Elements of a unit once every rank's piece is aligned."""
-    step = division.partition_size * division.num_replicas * ALIGNMENT
-    return math.ceil(numel / step) * step
+    """Elements of a unit once every rank's piece is aligned; its largest parameter is most of it."""
+    return round_up(numel, alignment_of(numel) * division.partition_size * division.num_replicas)
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ def memory_terms(
         "parameters": 0.0 if division.casts_masters else total * param / p,
         "gradients": total * _WIDE / p,
         "masters": stays * total * masters / division.num_owners,
-        "optimizer state": stays * total * ADAM_NBYTES / division.num_owners,
+        "optimizer state": stays * total * division.state_nbytes / division.num_owners,
         "gathered units": arena,
         "reduce buffers": reduced * (1 + 1 / p),
         "activations": saved.blocks + saved.outside,

@@ -12,7 +12,7 @@ from mics.cost.clusters import Cluster
 from mics.cost.collectives import Span
 from mics.cost.compute import Device
 from mics.cost.depth import MicroStep, reduction_share
-from mics.cost.memory import Division, Keeping, Terms, memory_terms
+from mics.cost.memory import ADAM_NBYTES, Division, Keeping, Terms, memory_terms
 from mics.cost.shapes import ModelShape, UnitShape
 
 _PARAM: Final = 2  # bytes
@@ -31,6 +31,8 @@ class Setting:
     activations: Keeping
     wire_nbytes: int = 4
     """Of a gradient on its way, in both hops."""
+    state_nbytes: float = ADAM_NBYTES
+    """Of the optimizer, for each parameter."""
     over_replicas: bool = True
     state_on_host: bool = False
     """Masters and optimizer state are in host memory between steps."""
@@ -141,6 +143,7 @@ class Setting:
             prefetch=self.depth,
             num_reduce_buffers=2 if self.two_stage else 1,
             param_nbytes=self.param_nbytes,
+            state_nbytes=self.state_nbytes,
             low_memory=self.activations.offload,
             state_on_host=self.state_on_host,
             reduction_share=reduction_share(

@@ -16,7 +16,7 @@ from mics.cost.memory import NUM_STAGED, Nest, homes
 from mics.diagnostics.wire import expected_wire_nbytes
 from mics.engine import Engine, engine_of
 from mics.gradients.host_state import staged_nbytes
-from mics.gradients.optimizer import optimizer_state_nbytes
+from mics.gradients.optimizer import expected_state_nbytes, optimizer_state_nbytes
 from mics.schedule.sites import ScheduledSite
 from mics.sharding.unit import Unit
 from mics.utils.numbers import memory as memory_text
@@ -148,10 +148,11 @@ def _sharded_terms(engine: Engine) -> Iterator[MemoryTerm]:
         _nbytes(unit.master for unit in apart),
         where="host" if on_host and apart else "device",
     )
+    expected, kind = expected_state_nbytes(engine.step)
     yield _term(
         "optimizer state",
-        f"{_share(over)}; predicted for AdamW",
-        sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in trainable) * 2 / over,
+        f"{_share(over)}; predicted for {kind}",
+        expected / over,
         optimizer_state_nbytes(engine.step),
         where="host" if on_host else "device",
     )

@@ -25,6 +25,7 @@ from mics.errors import SettingsError
 from mics.fsdp.dtensors import divide, hand_out, mesh_of
 from mics.fsdp.records import find_record
 from mics.fsdp.waiting import is_waiting, settle
+from mics.gradients.eight_bit import eight_bit_of
 from mics.guard import ShardParameter, ShardTensor
 from mics.state_dict import (
     full_state_dict,
@@ -73,6 +74,7 @@ def get_optimizer_state_dict(
         return of_torch.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     asked = _check_options("get_optimizer_state_dict", options, submodules)
     engine, found = engine_of(model), _listed(optimizers)
+    _refuse_eight_bit("get_optimizer_state_dict", found)
     keep = not (asked.full_state_dict and asked.cpu_offload) or engine.world.rank == 0
     names = {id(param): name for name, param in model.named_parameters()}
     state: dict[str, Any] = {}
@@ -125,10 +127,12 @@ def set_optimizer_state_dict(
         of_torch.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
         return
     asked = _check_options("set_optimizer_state_dict", options, None)
+    found = _listed(optimizers)
+    _refuse_eight_bit("set_optimizer_state_dict", found)
     sender = engine_of(model) if asked.broadcast_from_rank0 else None
     saved = _Saved(optim_state_dict, sender)
     names = {id(param): name for name, param in model.named_parameters()}
-    for optimizer in _listed(optimizers):
+    for optimizer in found:
         saved.load(optimizer, names)
 
 
@@ -177,6 +181,16 @@ def _check_options(call: str, options: StateDictOptions | None, submodules: Any)
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _refuse_eight_bit(call: str, optimizers: Sequence[Optimizer]) -> None:
+    """Scales are no tensors of the parameter's shape, so no DTensor has them."""
+    for optimizer in optimizers:
+        if eight_bit_of(optimizer) is not None:
+            raise SettingsError(
+                f"{call}: optimizers: expected state in the parameters' shape, found the 8-bit state of "
+                f"{type(optimizer).__name__}; use mics.save and mics.load"
+            )
 
 
 def _divided_state_dict(model: nn.Module, asked: StateDictOptions) -> dict[str, Any]:

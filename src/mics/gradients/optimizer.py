@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.errors import SettingsError
+from mics.gradients.eight_bit import EightBit, eight_bit_of, is_packed, plain_tensors
 from mics.gradients.host_state import sharded_entries
 from mics.gradients.optimizer_state import make_contiguous
 from mics.gradients.step import Step
@@ -43,6 +44,7 @@ _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and shards are dense",
 }
 # Endings of names, in lower case: of torchao's, and of what all of bitsandbytes' come from.
+# For those that work, see eight_bit.py.
 _QUANTIZED = ("8bit", "4bit", "fp8")
 
 
@@ -92,13 +94,38 @@ def optimizer_state_nbytes(step: Step) -> int:
     """Bytes that optimizers keep for the parameters of this model: on the device, or on the host."""
     if step.host is not None:
         return step.host.nbytes
-    found = 0
+    found: dict[int, int] = {}  # by address: some have tables in common
     for optimizer, (_, weak) in list(_members.items()):
         for unit, index in _alive(weak).get(step, []):
-            state = optimizer.state.get(unit.shards[index], {})
-            tensors = (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
-            found += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return found
+            for value in optimizer.state.get(unit.shards[index], {}).values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    for each in plain_tensors(value):
+                        found[each.data_ptr()] = each.numel() * each.element_size()
+    return sum(found.values())
+
+
+@run_plainly
+def expected_state_nbytes(step: Step) -> tuple[float, str]:
+    """Bytes of optimizer state for the whole model, and of which optimizer: AdamW, if none has stepped."""
+    trainable = [unit for unit in step.units if unit.spec.trainable]
+    eight_bit = {
+        id(unit.shards[index]): kept
+        for optimizer, (_, weak) in list(_members.items())
+        if (kept := eight_bit_of(optimizer)) is not None
+        for unit, index in _alive(weak).get(step, [])
+    }
+    if not eight_bit:
+        wide = sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in trainable)
+        return 2 * wide, "AdamW"
+    total = 0.0
+    for unit in trainable:
+        for shard, slot in zip(unit.shards, unit.spec.layout.slots, strict=True):
+            kept = eight_bit.get(id(shard))
+            if kept is not None:
+                total += kept.expected_nbytes(shard, slot.numel)
+            else:
+                total += 2 * slot.numel * unit.spec.master_dtype.itemsize
+    return total, "8-bit Adam"
 
 
 def _meet(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -135,20 +162,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    found = _find_members(optimizer)
+    found, eight_bit = _find_members(optimizer), eight_bit_of(optimizer)
     if found and not _in_place.get(optimizer, False):
         if optimizer not in _in_place:
             optimizer.register_load_state_dict_post_hook(_forget_places)
         _in_place[optimizer] = True
-        on_device = [members for step, members in found.items() if step.host is None]
-        make_contiguous(optimizer, [unit.shards[i] for members in on_device for unit, i in members])
+        if eight_bit is None:
+            on_device = [members for step, members in found.items() if step.host is None]
+            make_contiguous(optimizer, [unit.shards[i] for members in on_device for unit, i in members])
     for step, members in found.items():
         step.end(members)
         if step.host is not None:
             continue  # its state stays guarded
         for unit, index in members:
             owner, layout = ref(step.owner), unit.layouts[index]
-            for value in _sharded_state(optimizer, unit.shards[index]):
+            for value in _sharded_state(optimizer, unit.shards[index], eight_bit):
                 ShardTensor.guard(value, layout, owner)
 
 
@@ -157,6 +185,7 @@ def _show_plain(optimizer: Optimizer, found: dict[Step, list[tuple[Unit, int]]])
 
     Where state is in host memory, the step is made here, unit by unit: nothing is left to do.
     """
+    eight_bit = eight_bit_of(optimizer)
     for step, members in found.items():
         if step.host is not None:
             with step.host.streaming(optimizer, step.in_forward_order(members), members) as stream:
@@ -165,18 +194,25 @@ def _show_plain(optimizer: Optimizer, found: dict[Step, list[tuple[Unit, int]]])
             continue
         step.begin(members)
         for unit, index in members:
-            for value in _sharded_state(optimizer, unit.shards[index]):
+            for value in _sharded_state(optimizer, unit.shards[index], eight_bit):
                 if isinstance(value, ShardTensor):
                     _check_layout(unit, index, value)
                     value.unguard()
+        if eight_bit is not None:
+            eight_bit.prepare(members)
 
 
-def _sharded_state(optimizer: Optimizer, shard: torch.nn.Parameter) -> list[torch.Tensor]:
+def _sharded_state(
+    optimizer: Optimizer, shard: torch.nn.Parameter, eight_bit: EightBit | None
+) -> list[torch.Tensor]:
     """State that has an element for each of ``shard``."""
+    state = optimizer.state.get(shard, {})
     with plainly():
+        if eight_bit is not None:
+            state = eight_bit.elementwise(eight_bit.take_apart(state))
         return [
             value
-            for value in optimizer.state.get(shard, {}).values()
+            for value in state.values()
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == shard.shape
         ]
 
@@ -260,6 +296,8 @@ def _fitting_entries(param: torch.nn.Parameter, entries: dict[str, Any]) -> dict
     for key, value in entries.items():
         if isinstance(value, ShardTensor):
             _check_layout(unit, place.index, value)
+        elif is_packed(value):
+            pass  # 8-bit state: cut to this rank's blocks before the next step
         elif isinstance(value, torch.Tensor) and value.dim() and layout.is_whole(value):
             whole = value.full_tensor() if is_dtensor(value) else value
             fitted[key] = ShardTensor.guard(layout.own_part_of(whole).clone(), layout, ref(step.owner))
@@ -322,6 +360,12 @@ def _alive(members: _Members) -> dict[Step, list[tuple[Unit, int]]]:
 
 def _check_elementwise(optimizer: Optimizer) -> None:
     kind = type(optimizer)
+    eight_bit = eight_bit_of(optimizer)
+    if eight_bit is not None:
+        problem = eight_bit.problem()
+        if problem is not None:
+            raise SettingsError(f"{kind.__name__}: {problem}")
+        return
     reason = next(filter(None, map(_why_not, kind.__mro__)), None)
     # A subclass is known only as far as it steps like the class it comes from.
     known = [base for base in kind.__mro__ if base in _ELEMENTWISE]

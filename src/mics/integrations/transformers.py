@@ -22,7 +22,14 @@ from mics.integrations.micro_steps import micro_step
 __all__ = ["MicsConfig", "MicsTrainer", "MicsTrainerMixin"]
 
 _FOLDER: Final = "mics"
-_OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "sgd")
+_OPTIMIZERS: Final = (
+    *("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "sgd"),
+    *(
+        "adamw_torch_8bit",
+        "adamw_bnb_8bit",
+        "adamw_8bit",
+    ),  # torchao's, and two names of bitsandbytes'
+)
 _IGNORED: Final = -100  # a label that no loss of transformers counts
 # What would have to be off: the argument, and what to do instead.
 _REFUSED: Final = {

@@ -9,6 +9,9 @@ A unit of three parameters over p = 2 chunks, each halved again over R = 2 repli
 Every parameter, chunk and piece starts at a multiple of ``ALIGNMENT`` elements: matrix kernels want weights
 at multiples of 16 bytes, and collectives want aligned buffers. Elements, not bytes: so models of one
 architecture have one layout, whatever their formats, and an average in float32 matches a model in bfloat16.
+
+Large parameters, and chunks and pieces of units that have one, start at multiples of ``BLOCK_NUMEL``: they
+are cut between the blocks of 8-bit optimizers, which are then the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 8
+BLOCK_NUMEL = 256
+"""Elements of a parameter that 8-bit optimizers quantise together."""
+LARGE_NUMEL = 4096
+"""They quantise parameters of so many elements or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +96,20 @@ def plan_layout(
     shapes: Sequence[tuple[str, tuple[int, ...]]], *, num_chunks: int, num_pieces: int
 ) -> UnitLayout:
     """Lay parameters out one after the other."""
-    slots = []
+    slots: list[Slot] = []
     end = 0
     for name, shape in shapes:
-        slots.append(Slot(name=name, shape=tuple(shape), start=end))
-        end = round_up(slots[-1].stop, ALIGNMENT)
-    numel = round_up(end, ALIGNMENT * num_chunks * num_pieces)
+        start = round_up(end, alignment_of(math.prod(shape)))
+        slots.append(Slot(name=name, shape=tuple(shape), start=start))
+        end = slots[-1].stop
+    alignment = max((alignment_of(slot.numel) for slot in slots), default=ALIGNMENT)
+    numel = round_up(end, alignment * num_chunks * num_pieces)
     return UnitLayout(slots=tuple(slots), numel=numel, num_chunks=num_chunks, num_pieces=num_pieces)
+
+
+def alignment_of(numel: int) -> int:
+    """Where a parameter of ``numel`` elements may begin, and may be cut."""
+    return BLOCK_NUMEL if numel >= LARGE_NUMEL else ALIGNMENT
 
 
 def round_up(value: int, multiple: int) -> int:

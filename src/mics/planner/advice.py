@@ -6,6 +6,7 @@ from typing import Final
 
 from mics.cost.clusters import PRESETS
 from mics.cost.gpus import formats_of
+from mics.cost.memory import ADAM_NBYTES
 from mics.cost.setting import Setting
 from mics.planner.search import Choice
 from mics.utils.numbers import plural
@@ -24,11 +25,15 @@ def advice(choice: Choice) -> str:
     setting = choice.setting
     scales = _format(setting) == "float16"
     lines = [f"# {line}" for line in launch(setting)]
-    lines += ["import torch", "", "import mics"]
+    lines.append("import torch")
+    is_narrow = setting.state_nbytes < ADAM_NBYTES
+    if is_narrow:
+        lines.append("from torchao.optim import AdamW8bit  # or from bitsandbytes.optim")
+    lines += ["", "import mics"]
     if setting.activations.checkpoint and setting.model.parts > 1:
         lines.append("from mics.models.gpt import Block  # or your model's class of blocks")
     lines += ["", *_call("mics.shard", ["model", *_arguments(setting)])]
-    lines.append("optimizer = torch.optim.AdamW(model.parameters())")
+    lines.append(f"optimizer = {'AdamW8bit' if is_narrow else 'torch.optim.AdamW'}(model.parameters())")
     if scales:
         lines.append("scaler = torch.amp.GradScaler(next(model.parameters()).device.type)")
     shape = f"[{setting.micro_batch}, {setting.model.seq_len}]"

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mics.cost.clusters import PRESETS, Cluster, assumed_between_nodes
 from mics.cost.constants import Kernels
+from mics.cost.memory import ADAM_8BIT_NBYTES, ADAM_NBYTES
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
 from mics.errors import SettingsError
@@ -89,6 +90,8 @@ class PlanConfig:
     """Tokens per sequence; unset: the model's usual length."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients in communication."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """Whose state is kept: AdamW in float32, or torchao's or bitsandbytes' AdamW8bit."""
     optimizer_state: Literal["device", "host"] = "device"
     """Where masters and optimizer state are between steps; host: 12 bytes per parameter less on the GPU."""
     kernels: Kernels = "current"
@@ -125,6 +128,16 @@ class PlanConfig:
         if self.output.write is not None and self.nodes:
             raise SettingsError(
                 "--write: expected one number of nodes, found --nodes; give them in --cluster NAME:NODES"
+            )
+        if self.optimizer_state == "host" and self.optimizer != "adamw":
+            raise SettingsError(
+                f"--optimizer-state: expected device with --optimizer {self.optimizer}, found host; leave "
+                "one of them out"
+            )
+        if self.output.write is not None and self.optimizer != "adamw":
+            raise SettingsError(
+                f"--write: expected --optimizer adamw, found {self.optimizer}: mics train has AdamW alone; "
+                "leave --write out"
             )
         if self.output.data and self.output.write is None:
             raise SettingsError("--data: expected --write FILE beside it, found none; add it")
@@ -225,6 +238,7 @@ def _request(
         global_batch=batch.num_sequences,
         asked_tokens=batch.asked_tokens,
         wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
+        state_nbytes=ADAM_8BIT_NBYTES if config.optimizer == "adamw8bit" else ADAM_NBYTES,
         memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
         kernels=config.kernels,
         state_on_host=config.optimizer_state == "host",

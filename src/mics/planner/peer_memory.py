@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from mics.cost.memory import ADAM_NBYTES, Division, Terms
+from mics.cost.memory import Division, Terms
 from mics.cost.setting import Setting
 
 _PARTS: Final = 3  # of a block: its attention, and both matrices of its MLP
@@ -43,7 +43,7 @@ def fsdp_terms(setting: Setting) -> Terms:
             "parameters": total * _WIDE / p,
             "gradients": total * _WIDE / p,
             "masters": 0.0,
-            "optimizer state": total * ADAM_NBYTES / p,
+            "optimizer state": total * setting.state_nbytes / p,
             "gathered units": in_turn,
             "reduce buffers": buffers,
         },
@@ -62,7 +62,7 @@ def zero3_terms(setting: Setting) -> Terms:
             "parameters": _PARAM * total / p,
             "gradients": total * _WIDE / p,
             "masters": total * _WIDE / p,
-            "optimizer state": total * ADAM_NBYTES / p,
+            "optimizer state": total * setting.state_nbytes / p,
             "gathered units": float(_PARAM * live) if p > 1 else 0.0,
             "reduce buffers": _buckets(setting),
         },
@@ -79,7 +79,7 @@ def zero2_terms(setting: Setting) -> Terms:
             "parameters": float(_PARAM * total),
             "gradients": total * _WIDE / p,
             "masters": total * _WIDE / p,
-            "optimizer state": total * ADAM_NBYTES / p,
+            "optimizer state": total * setting.state_nbytes / p,
             "gathered units": 0.0,
             "reduce buffers": _buckets(setting),
         },

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from mics.cost.clusters import Cluster
 from mics.cost.constants import Kernels
-from mics.cost.memory import USABLE, Keeping, Terms
+from mics.cost.memory import ADAM_NBYTES, USABLE, Keeping, Terms
 from mics.cost.setting import Setting, partition_sizes
 from mics.cost.shapes import ModelShape
 from mics.planner.step_costs import whole_masters_pay
@@ -69,6 +69,8 @@ class Request:
     asked_tokens: int | None = None
     """Tokens that ``global_batch`` was rounded from, where it was."""
     wire_nbytes: int = 4
+    state_nbytes: float = ADAM_NBYTES
+    """Of the optimizer, for each parameter."""
     memory_nbytes: float | None = None
     """Of one device; None: the cluster's."""
     kernels: Kernels = "current"
@@ -206,6 +208,7 @@ def _settings(
             accumulation=request.rows // micro_batch,
             activations=policy,
             wire_nbytes=request.wire_nbytes,
+            state_nbytes=request.state_nbytes,
             prefetch=prefetch,
             fused=request.kernels == "current",
             state_on_host=request.state_on_host,

@@ -204,15 +204,18 @@ class Unit:
         self.num_refreshes += 1
 
     def full_of_masters(self, masters: Tensor) -> Tensor:
-        """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel]."""
+        """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel].
+
+        Also of what has a value for each block of the masters.
+        """
         layout = self.spec.layout
         # Lanes write to what is made here, and they are outside that mode.
         with torch.inference_mode(False), torch.no_grad():
             chunk = masters = masters.to(self.device)
             if self.share.masters_over_replicas:
-                chunk = masters.new_empty(layout.chunk_numel)
+                chunk = masters.new_empty(masters.numel() * layout.num_pieces)
                 self.groups.replication.all_gather(chunk, masters, in_call(self.spec.label)).wait()
-            flat = masters.new_empty(layout.numel)
+            flat = masters.new_empty(chunk.numel() * layout.num_chunks)
             self.groups.gather.all_gather(flat, chunk, in_call(self.spec.label)).wait()
         return flat
 
