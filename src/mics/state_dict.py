@@ -170,7 +170,9 @@ def take_optimizer_state(
     result: dict[str, dict[str, Any]] = {}
     units = [unit for unit in units_of(model) if unit.spec.trainable]
     eight_bit = eight_bit_of(optimizer)
-    states = [[_state_of(unit, index, optimizer) for index in range(len(unit.shards))] for unit in units]
+    states = [
+        [_optimizer_state_of(unit, index, optimizer) for index in range(len(unit.shards))] for unit in units
+    ]
     # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
     described = [
         [_describe(state, shard, eight_bit) for state, shard in zip(own, unit.shards, strict=True)]
@@ -209,7 +211,7 @@ def _whole_state(unit: Unit, kind: _Sharded, values: Sequence[Tensor | None]) ->
     return [flat[slot.start // numel : -(-slot.stop // numel)] for slot in layout.slots]
 
 
-def _state_of(unit: Unit, index: int, optimizer: Optimizer) -> Mapping[str, Any]:
+def _optimizer_state_of(unit: Unit, index: int, optimizer: Optimizer) -> Mapping[str, Any]:
     """This rank's part of a parameter's optimizer state; 8-bit state taken apart."""
     eight_bit = eight_bit_of(optimizer)
     shard = unit.shards[index]
