@@ -160,13 +160,18 @@ def pair_cases() -> list[Case]:
 
 
 def other_worlds() -> list[Case]:
-    """Of `quick_cases` one for every world that `pair_cases` do not have."""
+    """Of `quick_cases` one for every world of up to four ranks that `pair_cases` do not have.
+
+    Of larger ones as many as it takes for any two of world size, partition size and node size to meet.
+    """
     known = {_world(case) for case in pair_cases()}
     first: dict[tuple[int, int, int], Case] = {}
     for case in quick_cases():
         if _world(case) not in known:
             first.setdefault(_world(case), case)
-    return list(first.values())
+    large = [world for world in first if world[0] > 4]
+    left_out = set(large) - {large[index] for index in pairwise.cover(large)}
+    return [case for world, case in first.items() if world not in left_out]
 
 
 def _world(case: Case) -> tuple[int, int, int]:

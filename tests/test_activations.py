@@ -128,14 +128,15 @@ _POLICIES = {
 def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None:
     """Dropout, skip connections, views, accumulation, forwards that fail or lead nowhere."""
     plain = _plain(2, partition_size, scenario)
-    for name, policy in tiers.some(list(_POLICIES.items())):
+    num = 1 if tiers.quick or partition_size == 1 or scenario != "micro-steps" else len(_POLICIES)
+    for name, policy in tiers.some(list(_POLICIES.items()), num):
         assert run_ranks(2, _losses, policy, partition_size, scenario) == plain, name
 
 
 @pairwise.parametrize(
     strength=1,
     full_strength=2,
-    prefetch=["auto", 1, 3],  # first: four cases have them all
+    prefetch=["auto", 1],  # first: four cases have them all
     scenario=["micro-steps", "several forwards", "evaluation and failures", "frozen in front"],
     offload=[False, True],
     low_memory=[False, True],

@@ -1,4 +1,4 @@
-"""The examples, run as their users run them on CPU ranks, with small arguments; the first also by torchrun."""
+"""The examples, run as their users run them on CPU ranks, with small arguments; one also by torchrun."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ def test_a_run_with_faults_ends_as_if_nothing_was(tmp_path: Path) -> None:
     assert job.losses() == reference_losses(tmp_path, ARGS)
     for fault, each in zip(job.faults, job.observations, strict=True):
         _check_what_is_said(fault, each)
-        # A dead peer is noticed at once, a silent one after the timeout of 10 s; and the time to ask who is gone.
+        # A dead peer is noticed at once, a silent one after 10 s; and the time to ask who is gone.
         limit = 20.0 if fault.kind == "stop" else 10.0
         assert each.noticed_seconds is not None and each.noticed_seconds < limit, each
 
 
 def _check_what_is_said(fault: Fault, each: Observation) -> None:
-    """One line that names the rank and the collective; and that it went on from what `latest` named, whole."""
+    """One line that names the rank and the collective; and it went on from what `latest` named, whole."""
     said = {
         "kill": "rank 1 (node 1) was ended by SIGKILL; rank 0 was in ",
         "stop": "the others waited in vain for rank 0; rank 1 was in ",
