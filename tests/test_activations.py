@@ -123,7 +123,12 @@ _POLICIES = {
 
 @pytest.mark.parametrize(
     ("partition_size", "scenario"),
-    [(1, "micro-steps"), (2, "micro-steps"), (2, "several forwards"), (2, "evaluation and failures")],
+    [
+        (2, "micro-steps"),
+        (2, "evaluation and failures"),
+        # Several forwards are in the tests below, too.
+        *(pytest.param(*p, marks=pytest.mark.full) for p in [(1, "micro-steps"), (2, "several forwards")]),
+    ],
 )
 def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None:
     """Dropout, skip connections, views, accumulation, forwards that fail or lead nowhere."""
@@ -214,7 +219,10 @@ def _late_losses(policy: mics.Activations, scenario: str) -> tuple[list[float], 
     return losses, min(away.num_submitted, back.num_submitted)
 
 
-@pytest.mark.parametrize("scenario", ["micro-steps", "several forwards", "evaluation and failures"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["micro-steps", pytest.param("several forwards", marks=pytest.mark.full), "evaluation and failures"],
+)
 def test_copies_may_come_as_late_as_they_are_waited_for(scenario: str) -> None:
     """Copies that run at once show no missing wait; on a GPU they run beside the computation."""
     plain = _plain(2, 2, scenario)
