@@ -33,15 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="exactness grid: 'quick' covers every pair of settings, 'full' every combination",
     )
     parser.addoption("--quick", action="store_true", help="what `make test` runs: nothing marked 'full'")
-    parser.addoption("--long", action="store_true", help="also tests that wait for minutes of timeouts")
+    parser.addoption("--long", action="store_true", help="also what takes minutes, and all layouts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tiers.quick = config.getoption("--quick")
+    tiers.quick, tiers.long = config.getoption("--quick"), config.getoption("--long")
     torch.set_num_threads(1)  # the references must use the kernels the ranks use
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)  # the longest begin first
     if tiers.quick:
         left_out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
@@ -49,7 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--long"):
         for item in items:
             if "long" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="waits for a minute or more: run with --long"))
+                item.add_marker(
+                    pytest.mark.skip(reason="takes long, or another test shows most of it: run with --long")
+                )
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

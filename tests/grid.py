@@ -148,25 +148,31 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
 
 
 def pair_cases() -> list[Case]:
-    """Cases of `quick_cases` in which all pairs of settings meet; not every world is among them.
+    """Cases of `quick_cases` in which all pairs of settings meet in worlds of up to four ranks.
 
-    Worlds of five and seven ranks are left out: their only partition sizes are one and all. Of six ranks
-    there is one case with three replicas, and one with two replicas of three ranks.
+    Of six ranks there is one case with three replicas, and one with two replicas of three ranks; of eight one
+    in nodes with four replicas, one over two nodes with two, and one over all. They take the longest.
     """
-    cases = [case for case in quick_cases() if case.world_size not in (5, 6, 7)]
+    cases = [case for case in quick_cases() if case.world_size <= 4]
     rows = [tuple(getattr(case, name) for name in SETTINGS) for case in cases]
-    of_six = {case.partition_size: case for case in quick_cases() if case.world_size == 6}
-    return [*(cases[index] for index in pairwise.cover(rows)), of_six[2], of_six[3]]
+    known = {_world(case): case for case in quick_cases()}
+    large = [(6, 2, 4), (6, 3, 4), (8, 2, 4), (8, 4, 2), (8, 8, 4)]
+    return [*(cases[index] for index in pairwise.cover(rows)), *(known[world] for world in large)]
 
 
 def other_worlds() -> list[Case]:
-    """Of `quick_cases` one for every world that `pair_cases` do not have."""
+    """Of `quick_cases` one for every world of up to four ranks that `pair_cases` do not have.
+
+    Of larger ones as many as it takes for any two of world size, partition size and node size to meet.
+    """
     known = {_world(case) for case in pair_cases()}
     first: dict[tuple[int, int, int], Case] = {}
     for case in quick_cases():
         if _world(case) not in known:
             first.setdefault(_world(case), case)
-    return list(first.values())
+    large = [world for world in first if world[0] > 4]
+    left_out = set(large) - {large[index] for index in pairwise.cover(large)}
+    return [case for world, case in first.items() if world not in left_out]
 
 
 def _world(case: Case) -> tuple[int, int, int]:

@@ -10,6 +10,8 @@ with its value or its exception.
 
 - The default process group is kept while consecutive tasks use the same world size, and made
   again, on a fresh prefix of the parent's store, when the size changes or after a failure.
+- All gloo groups of a worker share one thread that looks at their sockets. torch starts one for each, and
+  each wakes up a hundred times a second: with the groups of a few tests that was a third of all CPU time.
 - A rank that raises fails the test with its traceback. The others are then given a short grace;
   whoever is still inside a collective is asked for its stack, killed and started anew on next use.
 - With `backend="nccl"` several ranks share one GPU: every rank claims a host of its own, because
@@ -237,9 +239,26 @@ def _to_cpu(value: Any) -> Any:
     return value
 
 
+def _share_gloo_device() -> None:
+    """Give all gloo groups of this process one device, and so one thread."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    gloo = dist.ProcessGroupGloo
+    device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    make = gloo.__init__
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._devices = [device]
+        options._timeout = timeout
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = init
+
+
 def _worker(conn: Connection, index: int, stacks: str) -> None:
     """The life of a worker: answer tasks until the parent hangs up."""
     os.environ["NCCL_HOSTID"] = f"worker{index}"
+    _share_gloo_device()
     torch.set_num_threads(1)
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe

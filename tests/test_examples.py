@@ -1,4 +1,4 @@
-"""The examples, run as their users run them: torchrun on CPU ranks, with small arguments."""
+"""The examples, run as their users run them on CPU ranks, with small arguments; one also by torchrun."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mics.cli import main
+from tests.programs import run_program
 
 REPOSITORY: Final = Path(__file__).parents[1]
 EXAMPLES: Final = REPOSITORY / "examples"
 TEXT: Final = REPOSITORY / "src" / "mics" / "train" / "fables.txt"
 
 
-def _start(num_ranks: int, script: str, *args: object, cwd: Path) -> subprocess.Popen[str]:
+def _start(num_ranks: int, script: str, *, cwd: Path) -> subprocess.Popen[str]:
+    """By torchrun, in processes that can be killed."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     environment = {
         **os.environ,
@@ -32,10 +34,9 @@ def _start(num_ranks: int, script: str, *args: object, cwd: Path) -> subprocess.
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",  # NCCL wants a GPU for each rank
-        "HF_HUB_OFFLINE": "1",
     }
     return subprocess.Popen(
-        [sys.executable, *launch, str(EXAMPLES / script), *map(str, args)],
+        [sys.executable, *launch, str(EXAMPLES / script)],
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
@@ -46,10 +47,7 @@ def _start(num_ranks: int, script: str, *args: object, cwd: Path) -> subprocess.
 
 def _run(num_ranks: int, script: str, *args: object, cwd: Path) -> str:
     """What an example that must succeed prints."""
-    process = _start(num_ranks, script, *args, cwd=cwd)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return output
+    return run_program(num_ranks, EXAMPLES / script, *args, cwd=cwd)
 
 
 def _numbers(pattern: str, output: str) -> list[float]:

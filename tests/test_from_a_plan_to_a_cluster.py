@@ -1,6 +1,7 @@
-"""The guide's commands, as they are on the page: two models on two hosts of two ranks under Slurm.
+"""The guide's commands: a model on two hosts of two ranks under Slurm, and with `--long` another.
 
-The first one loses a node. `transformers` load both results.
+They are those of the page, but for fewer tokens and a shorter measurement. The first model loses a node.
+`transformers` load the results.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 from benchmarks.cluster.network import NamespaceCluster
 from benchmarks.cluster.slurm import SlurmCluster
 
+from tests import tiers
 from tests.doc_blocks import ROOT, blocks_of
 from tests.ranks import run_ranks
 from tests.train.host_runs import ENVIRONMENT, cluster_name, losses, reference_losses, slurm
@@ -22,12 +24,16 @@ from tests.train.host_runs import ENVIRONMENT, cluster_name, losses, reference_l
 __all__ = ["cluster_name", "slurm"]  # fixtures
 
 _PAGE: Final = "docs/from-a-plan-to-a-cluster.md"
+_SHORTER: Final = {"--tokens 200k": "--tokens 120k", "--max-seconds 20": "--max-seconds 6"}
 
 
 def _commands() -> list[str]:
     """What the page tells to type, one by one."""
-    blocks = [block.code for block in blocks_of(_PAGE) if block.language == "bash"]
-    return [line for code in blocks for line in re.sub(r"\s*\\\n\s*", " ", code).splitlines()]
+    code = "".join(block.code for block in blocks_of(_PAGE) if block.language == "bash")
+    for old, new in _SHORTER.items():
+        assert old in code
+        code = code.replace(old, new)
+    return re.sub(r"\s*\\\n\s*", " ", code).splitlines()
 
 
 @pytest.mark.full
@@ -35,6 +41,7 @@ def _commands() -> list[str]:
 @pytest.mark.timeout(1800)  # under a load that is not ours; three minutes without
 def test_the_page(cluster_name: str, tmp_path: Path) -> None:
     """Every command succeeds. The Llama loses a node, and ends with the losses of a run that did not."""
+    commands = [command for command in _commands() if tiers.long or "roberta" not in command]
     (tmp_path / "text").mkdir()
     shutil.copy(ROOT / "src/mics/train/fables.txt", tmp_path / "text")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -44,7 +51,7 @@ def test_the_page(cluster_name: str, tmp_path: Path) -> None:
         NamespaceCluster(3, "1gbit", name=cluster_name) as cluster,
         SlurmCluster(cluster, tmp_path / "slurm", gpus=2) as slurm,
     ):
-        for command in _commands():
+        for command in commands:
             running = slurm.start("bash", "-c", command, cwd=tmp_path, env=ENVIRONMENT)
             if command.endswith("slurm.sbatch run.yaml"):
                 slurm.wait_for("a checkpoint", (llama / "checkpoints" / "latest").exists, timeout_s=400)
@@ -53,21 +60,26 @@ def test_the_page(cluster_name: str, tmp_path: Path) -> None:
                 slurm.start_node(2)
             output = running.communicate(timeout=600)[0]
             assert running.returncode == 0, f"{command}\n{output}\n{_printed(tmp_path)}"
+            if command.endswith("slurm.sbatch run.yaml"):
+                assert "Restarts=1" in slurm.call("scontrol", "show", "jobs")
     assert "going on from runs/llama-tiny/checkpoints/step-" in _printed(tmp_path)
     assert losses(llama) == reference_losses(tmp_path, num_ranks=4, ranks_per_node=2, name="llama-tiny")
-    run_ranks(1, _check_exports, str(tmp_path / "runs"), launch="none")
+    names = [folder.name for folder in sorted((tmp_path / "runs").iterdir())]
+    assert names == (["llama-tiny", "roberta-tiny"] if tiers.long else ["llama-tiny"])
+    run_ranks(1, _check_exports, str(tmp_path / "runs"), names, launch="none")
 
 
 def _printed(folder: Path) -> str:
     return "\n".join(file.read_text() for file in sorted(folder.glob("mics-*.out")))
 
 
-def _check_exports(runs: str) -> None:
-    """Both folders load, and know the words they were trained on better than chance would."""
+def _check_exports(runs: str, names: list[str]) -> None:
+    """All folders load, and know the words they were trained on better than chance would."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-    for name, kind in (("llama-tiny", AutoModelForCausalLM), ("roberta-tiny", AutoModelForMaskedLM)):
-        model = kind.from_pretrained(f"{runs}/{name}/hf").eval()
+    kinds = {"llama-tiny": AutoModelForCausalLM, "roberta-tiny": AutoModelForMaskedLM}
+    for name in names:
+        model = kinds[name].from_pretrained(f"{runs}/{name}/hf").eval()
         tokens = AutoTokenizer.from_pretrained(f"{runs}/{name}/hf")(
             "There was once a miller who was angry with the river.", return_tensors="pt"
         )

@@ -116,7 +116,7 @@ def _recipe(build: Any, **options: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "build", [_gpt2, *(pytest.param(build, marks=pytest.mark.full) for build in (_llama, _bert)), _t5]
+    "build", [_gpt2, *(pytest.param(build, marks=pytest.mark.full) for build in (_llama, _bert, _t5))]
 )
 def test_models_train_like_plain(build: Any) -> None:
     """GPT-2, Llama, BERT and T5: losses, gradients, parameters and optimizer state."""

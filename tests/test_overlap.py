@@ -19,7 +19,7 @@ from mics.models.gpt import GPT, GPTConfig
 from tests import pairwise, tiers
 from tests.ranks import run_ranks
 
-NUM_STEPS = 200
+NUM_STEPS = 80
 _SHAPE = GPTConfig(num_layers=1, num_heads=2, hidden_size=16, vocab_size=32, seq_len=8, tie_weights=True)
 
 _GPU_SHAPE = GPTConfig(num_layers=6, num_heads=4, hidden_size=128, vocab_size=256, seq_len=64)
@@ -86,7 +86,7 @@ def _chain_losses(
 @pytest.mark.full
 @pytest.mark.parametrize("partition_size", [1, 2])
 def test_many_steps_are_equal_to_the_bit(partition_size: int) -> None:
-    """Two replicas, or one over two ranks: every loss of 200 steps on every rank."""
+    """Two replicas, or one over two ranks: every loss of 80 steps on every rank."""
     plain, beside = (run_ranks(2, _chain_losses, prefetch, partition_size) for prefetch in (0, "auto"))
     assert beside == plain
     assert plain[0][-1] < plain[0][0]

@@ -56,6 +56,8 @@ TIMEOUT_S = 60.0
 
 # By number of ranks: the pool keeps its process group while that stays the same.
 SHAPES = sorted(((n, k) for n in range(1, 5) for k in range(1, 5)), key=lambda shape: shape[0] * shape[1])
+_FULL = {(1, 2), (2, 1), (1, 3), (3, 1), (3, 4), (4, 3)}
+"""Left to `make test-all`: each number of nodes and of ranks on one is in others."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -225,7 +227,11 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=_name)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(shape, marks=[pytest.mark.full] if shape in _FULL else []) for shape in SHAPES],
+    ids=_name,
+)
 def ranks(request: pytest.FixtureRequest, pool: RankPool) -> Ranks:
     """One world of each shape, for all tests that look at it."""
     num_nodes, num_local = request.param

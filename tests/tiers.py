@@ -1,9 +1,9 @@
-"""What `make test` leaves to `make test-all`.
+"""What `make test` leaves to `make test-all`, and that to `pytest --long`.
 
 A test with the marker `full` runs in `make test-all` alone. Tests that try one thing in several layouts, one
-after the other, take `some` of them: all in `make test-all`; in `make test`, which is `pytest --quick`, as
-many as they ask for. Which ones follows from the name of the test: over many tests all layouts occur, and
-each run has the same. The test itself must ask: ranks do not know.
+after the other, take `some` of them: in `make test`, which is `pytest --quick`, as many as they ask for; in
+`make test-all` twice as many; with `--long` all. Which ones follows from the name of the test: over many
+tests all layouts occur, and each run has the same. The test itself must ask: ranks do not know.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ T = TypeVar("T")
 
 quick = False
 """Whether this is a run of `make test`; set from the option `--quick`."""
+long = False
+"""Whether nothing is left out; set from the option `--long`."""
 
 
 def some(items: Sequence[T], num: int = 1) -> list[T]:
-    """All of `items`, or in a quick run `num` of them, which this test has in every such run."""
-    if not quick or num >= len(items):
+    """`num` of `items` in a quick run, twice as many in `make test-all`: the same ones in every such run."""
+    num = num if quick else 2 * num
+    if long or num >= len(items):
         return list(items)
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # without the phase
     first = zlib.crc32(test.encode())

@@ -84,7 +84,7 @@ def _train_alone(job: Job, num_ranks: int = NUM_RANKS) -> list[float]:
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(JOB, id="plain", marks=pytest.mark.full),
+        pytest.param(JOB, id="plain", marks=[pytest.mark.full, pytest.mark.long]),
         pytest.param(CLIPPED, id="tied, recomputed, clipped", marks=pytest.mark.full),
     ],
 )

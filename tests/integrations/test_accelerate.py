@@ -102,7 +102,7 @@ def _assert_same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) ->
 @pytest.mark.parametrize(
     "partition_size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))]
 )
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_script_trains_as_in_one_process(partition_size: int, accumulation: int) -> None:
     """Losses, norms, learning rates and predictions; thirteen batches, so that the last step is shorter."""
     (expected,) = run_ranks(1, _script, None, 1, accumulation, launch="none")

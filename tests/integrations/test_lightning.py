@@ -82,7 +82,7 @@ def test_micro_steps_are_announced() -> None:
     assert results[0][1] == [others] * 3 + [last] + [others, last]
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.parametrize("state_dict_type", [pytest.param("full", marks=pytest.mark.full), "sharded"])
 def test_a_run_goes_on_on_two_ranks(state_dict_type: str, tmp_path: Path) -> None:
     """Saved after the first of two epochs; then as if nothing had happened, also from the meta device."""
     path = str(tmp_path / "model.ckpt")
@@ -169,9 +169,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("accumulation", "state_dict_type"),
     [
-        (1, "full"),
         (2, "sharded"),
-        *(pytest.param(*p, marks=pytest.mark.full) for p in [(2, "full"), (1, "sharded")]),
+        *(pytest.param(*p, marks=pytest.mark.full) for p in [(1, "full"), (2, "full"), (1, "sharded")]),
     ],
 )
 def test_fabric(accumulation: int, state_dict_type: str, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def _train_all(folder: str, partition_size: int | None, world_size: int) -> dict
     }
 
 
+@pytest.mark.full
 def test_arguments_mean_what_they_mean_in_one_process(tmp_path: Path) -> None:
     """Each of them changes the losses, the norms or the metrics of some step."""
     (expected,) = run_ranks(1, _train_all, str(tmp_path), None, 1, launch="none")
@@ -270,6 +271,7 @@ def _lora_folder(folder: str) -> tuple[list[dict[str, float]], list[dict[str, fl
     return whole, _train(folder + "/again", 2, 4, **options, resume=folder + "/checkpoint-2")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, by transformers
 def test_lora_checkpoints(tmp_path: Path) -> None:
     """Adapters alone are in the folder, and load into a plain model; the run resumes."""

@@ -80,12 +80,12 @@ def reference_losses(
     """Of the same settings, on ranks of this host and uninterrupted."""
     args = ["--config", "run.yaml", "--output-dir", "reference", "--checkpoint.interval", "0"]
     where = {"launch": "variables", "ranks_per_node": ranks_per_node}
-    run_ranks(num_ranks, _train, _free_port(), args, str(folder), timeout_s=600, **where)
+    run_ranks(num_ranks, train_as_rank, _free_port(), args, str(folder), timeout_s=600, **where)
     return losses(folder / "reference" / name)
 
 
-def _train(port: int, args: list[str], folder: str) -> None:
-    """Train as a rank of the pool."""
+def train_as_rank(port: int, args: list[str], folder: str) -> None:
+    """Train as a rank of the pool, with these arguments alone."""
     from mics.train.loop import run_rank
     from mics.train.settings_file import parse_train_config
 

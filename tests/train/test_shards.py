@@ -18,9 +18,12 @@ from mics.data.packing import IGNORED, Objective
 from mics.errors import SettingsError
 from mics.train.config import DataSettings, ModelSettings, TrainConfig
 from mics.train.data import Batches, Dealing
+from mics.train.launch import _free_port
 from mics.train.sequences import ShardSequences, open_sequences
 from mics.train.settings_file import load_settings, parse_train_config
 from tests.data.conftest import fables, tokenizer_folder
+from tests.ranks import run_ranks
+from tests.train.host_runs import train_as_rank
 from tests.train.model_configs import config_file
 
 __all__ = ["fables", "tokenizer_folder"]  # fixtures
@@ -221,20 +224,16 @@ def test_settings_take_lists(fables: TokenData, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_training_on_shards_is_the_same_on_other_ranks(
-    fables: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_on_shards_is_the_same_on_other_ranks(fables: TokenData, tmp_path: Path) -> None:
     """Two ranks, and four that go on from the middle: the same losses. The wait for data is measured."""
-    monkeypatch.delenv("RANK", raising=False)
 
     def train(name: str, ranks: int, *more: str) -> list[dict[str, Any]]:
-        args = ["train", "--name", name, "--output-dir", str(tmp_path), "--data.shards", str(fables.folder)]
+        args = ["--name", name, "--output-dir", str(tmp_path), "--data.shards", str(fables.folder)]
         args += [str(fables.folder), "--data.weights", "1", "2", "--model.vocab-size", "400"]
         args += ["--global-batch", "8", "--batch-size", "2", "--report.interval", "1", "--data.verify"]
         args += ["--report.sample-tokens", "8", "--report.eval-batches", "1", "--checkpoint.interval", "2"]
-        args += ["--launch.simulated-nodes", "1", "--launch.ranks-per-node", str(ranks)]
         args += ["--launch.device", "cpu", "--optimizer.warmup-steps", "1", "--report.progress", "none"]
-        assert main([*args, *more]) == 0
+        run_ranks(ranks, train_as_rank, _free_port(), [*args, *more], str(tmp_path), launch="variables")
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return [row for row in rows if "loss" in row]
 

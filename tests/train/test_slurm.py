@@ -27,6 +27,7 @@ RECIPE: Final = REPOSITORY / "examples" / "launch" / "slurm.sbatch"
 
 
 @pytest.mark.full
+@pytest.mark.long  # test_from_a_plan_to_a_cluster.py loses a node of the same recipe
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.timeout(1200)  # under a load that is not ours; a minute without
 def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(cluster_name: str, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
         assert terminal.wait(timeout=100) == 130, terminal.screen()
     screen = terminal.screen()
     assert "asked to leave: saved" in screen and "mics: interrupted; all ranks have been stopped" in screen
+    latest = (tmp_path / "ctrl-c-in-a-terminal/checkpoints/latest").read_text().strip()
+    assert f"{latest}, --checkpoint.resume latest goes on from it" in terminal.content.replace("\r\n", "")
     assert screen.index("tokens/s") < screen.index("mics: interrupted")
     assert "Ctrl-C again" in terminal.content and "Ctrl-C again" not in screen
     assert terminal.has_cursor

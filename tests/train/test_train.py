@@ -1,7 +1,6 @@
 """`mics train` from end to end, on gloo ranks of this machine."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,9 @@ import pytest
 import torch
 
 from mics.models import GPT, GPTConfig
+from mics.train.launch import _free_port
+from tests.ranks import run_ranks
+from tests.train.host_runs import train_as_rank
 
 SHAPE = ["--model.num-layers", "2", "--model.hidden-size", "32", "--model.seq-len", "32"]
 COMMON = ["--launch.device", "cpu", "--report.interval", "2", "--report.sample-tokens", "8", *SHAPE]
@@ -55,19 +57,13 @@ def test_two_nodes_of_two_train_like_one_rank(tmp_path: Path) -> None:
     model = GPT(GPTConfig(num_layers=2, num_heads=4, hidden_size=32, vocab_size=256, seq_len=32))
     model.load_state_dict(torch.load(run_dir / "model.pt"))  # the weights are plain PyTorch's
 
-    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    subprocess.run(
-        _command(tmp_path, "--steps", "6", "--batch-size", "8", "--name", "one"),
-        env={**os.environ, **one_rank, **rendezvous},
-        capture_output=True,
-        timeout=250,
-        check=True,
-    )
+    alone = ["--output-dir", str(tmp_path), *COMMON, "--steps", "6", "--batch-size", "8", "--name", "one"]
+    run_ranks(1, train_as_rank, _free_port(), alone, str(tmp_path), launch="variables")
     assert _losses(tmp_path / "one") == pytest.approx(_losses(run_dir), rel=1e-4)
 
 
 @pytest.mark.full
+@pytest.mark.long  # test_terminal.py has the same in a terminal
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     """Ctrl-C while the ranks train: they save, exit code 130, a word about it, and no process left behind."""
     run = subprocess.Popen(
