@@ -82,7 +82,7 @@ class HostState:
     def streaming(
         self, optimizer: Optimizer, units: Sequence[Unit], members: Sequence[tuple[Unit, int]]
     ) -> Iterator[Stream]:
-        """One step of ``optimizer``, which updates ``members`` of ``units``. The first ones are prefetched."""
+        """One step of ``optimizer``, which updates ``members`` of ``units``. The first are prefetched."""
         state = self._state_of(optimizer)
         indices: dict[Unit, list[int]] = {}
         for unit, index in members:
