@@ -18,7 +18,7 @@ from mics.utils.extras import PACKAGES, require
 
 _PYPROJECT: Final = Path(__file__).parent.parent / "pyproject.toml"
 _IMPORTED_AS: Final = {"pyyaml": "yaml"}
-_NOT_IN_DEV: Final = ("torchtitan", "ray", "gcs")  # large, or slow to start
+_NOT_IN_DEV: Final = ("torchtitan", "ray", "bitsandbytes", "gcs")  # large, or slow to start
 
 # Everything that is public, and training with checkpoints. None in sys.modules: not installed.
 _WITHOUT_EXTRAS: Final = """
@@ -54,7 +54,7 @@ def test_the_library_needs_no_extra(tmp_path: Path) -> None:
 
 
 def test_extras_are_as_declared() -> None:
-    """The packages that are asked for are those that pyproject.toml installs; dev has all but three."""
+    """The packages that are asked for are those that pyproject.toml installs; dev has all but four."""
     project = tomllib.loads(_PYPROJECT.read_text())["project"]
     extras = project["optional-dependencies"]
     for extra, packages in PACKAGES.items():

@@ -32,6 +32,7 @@ from mics.errors import SettingsError
 from mics.guard import Layout
 from mics.layout.flat import BLOCK_NUMEL, LARGE_NUMEL
 from mics.sharding.unit import Unit
+from mics.utils.dtensors import is_dtensor
 
 State = dict[str, Any]
 
@@ -300,4 +301,4 @@ def plain_tensors(value: Tensor) -> list[Tensor]:
 
 def is_packed(value: Any) -> bool:
     """Whether it is a tensor made of others, such as torchao's."""
-    return is_traceable_wrapper_subclass(value)
+    return is_traceable_wrapper_subclass(value) and not is_dtensor(value)
