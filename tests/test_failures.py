@@ -69,7 +69,7 @@ def test_a_dead_rank_is_named(how: str, moment: str, victim: int, partition_size
             grace_s=5 * TIMEOUT_S,
         )
         took = time.monotonic() - start
-        assert took < 4 * TIMEOUT_S, f"took {took:.1f} s"
+        assert took < 8 * TIMEOUT_S, f"took {took:.1f} s"
         for answer in answers:
             assert answer.error is not None
             if answer.rank == victim:

@@ -66,11 +66,13 @@ def _holders() -> list[Any]:
         torch.UntypedStorage,
     ]
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
-    # torchtitan's, which few have installed: tests/integrations/test_private_names.py looks for them.
+    # Of other hosts, which few have installed: tests/integrations/test_private_names.py looks for them.
     titan = ("_param_init", "_init_self_parameters", "_init_self_buffers", "_build_llama3_layers")
-    found += [SimpleNamespace(**dict.fromkeys(titan))]
+    verl, trl = ("_build_model_optimizer", "_current_platform"), ("_dist", "_fix_param_name_to_vllm")
+    found += [SimpleNamespace(**dict.fromkeys((*titan, *verl, *trl)))]
     found += [DDPStrategy, FabricStrategy, SimpleNamespace(_layer_sync=DDPStrategy()._layer_sync)]
-    found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo._Options]
+    found += [dist.ProcessGroup, dist.Work, dist.Backend, dist.ProcessGroupGloo]
+    found += [dist.ProcessGroupGloo._Options]
     found += [transformers.PreTrainedModel, transformers.AutoModel, accelerate.state.AcceleratorState]
     return [*found, fsspec.AbstractFileSystem]
 

@@ -44,12 +44,12 @@ class EightBit(ABC):
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
         self.optimizer: Any = optimizer
-        self._base = base
+        self._kind = base
 
     def problem(self) -> str | None:
         """Why this optimizer cannot train a sharded model."""
-        if unwrap(type(self.optimizer).step) is not unwrap(self._base.step):
-            return f"expected the step of {self._base.__name__}, found another one"
+        if unwrap(type(self.optimizer).step) is not unwrap(self._kind.step):
+            return f"expected the step of {self._kind.__name__}, found another one"
         return None
 
     @abstractmethod
@@ -153,12 +153,12 @@ class _Torchao(EightBit):
         return super().problem()
 
     def make(self, param: Tensor, whole_numel: int) -> State:
-        entries: State = {"step": torch.tensor(0.0)}
+        entries: State = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
         for entry in self._moments(param):
             if self._quantises(whole_numel):
                 entries[entry + _CODES] = torch.zeros_like(param, dtype=torch.uint8, requires_grad=False)
                 num_blocks = self.num_blocks(param.numel())
-                entries[entry + _SCALE] = torch.zeros(num_blocks, device=param.device)
+                entries[entry + _SCALE] = torch.zeros(num_blocks, dtype=torch.float32, device=param.device)
             else:
                 entries[entry] = torch.zeros_like(param, requires_grad=False)
         return self.put_together(entries, param.dtype)

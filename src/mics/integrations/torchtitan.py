@@ -263,7 +263,7 @@ class MicsOptimizers(OptimizersContainer):
         super().__init__(config, model_parts=model_parts)
 
     def _post_init(self, all_params: list[nn.Parameter]) -> None:
-        Optimizer.__init__(self, [nn.Parameter(torch.empty(0))], {})
+        Optimizer.__init__(self, [nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))], {})
 
 
 class MicsCheckpointManager(BaseCheckpointManager):

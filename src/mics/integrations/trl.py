@@ -24,13 +24,13 @@ from mics.state_dict import summon_full_params
 def adopt_generation(trainer: Any) -> None:
     """Let a trainer of TRL that was just built generate from a sharded model."""
     if isinstance(getattr(trainer, "_dist", None), DistributedBackend):
-        trainer._dist.__class__ = WholeParameters
+        trainer._dist.__class__ = FullParamsBackend
     generation = getattr(trainer, "vllm_generation", None)
     if isinstance(generation, VLLMGeneration):
         generation.__class__ = WeightsToVLLM
 
 
-class WholeParameters(DistributedBackend):
+class FullParamsBackend(DistributedBackend):
     """What TRL asks of a backend, for models that mics has sharded."""
 
     @contextmanager

@@ -368,7 +368,7 @@ def _optimizer(reader: _Section) -> tuple[type[Optimizer], dict[str, Any]] | Non
         raise section.error("type", f"one of {', '.join(known)}", found=name)
     try:
         made(
-            [torch.zeros(1, requires_grad=True)], **arguments
+            [torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)], **arguments
         )  # what torch refuses, before a model is sharded
     except (TypeError, ValueError) as error:
         raise section.error("params", f"settings of {made.__name__}", str(error)) from None
