@@ -115,7 +115,7 @@ def expected_state_nbytes(step: Step) -> tuple[float, str]:
         for unit, index in _alive(weak).get(step, [])
     }
     if not eight_bit:
-        wide = sum(unit.spec.layout.numel * unit.spec.master_dtype.itemsize for unit in trainable)
+        wide = sum(_state_numel(unit, step) * unit.spec.master_dtype.itemsize for unit in trainable)
         return 2 * wide, "AdamW"
     total = 0.0
     for unit in trainable:
@@ -126,6 +126,12 @@ def expected_state_nbytes(step: Step) -> tuple[float, str]:
             else:
                 total += 2 * slot.numel * unit.spec.master_dtype.itemsize
     return total, "8-bit Adam"
+
+
+def _state_numel(unit: Unit, step: Step) -> int:
+    """Elements of one entry of state. On the host it is laid out as the masters, with padding."""
+    layout = unit.spec.layout
+    return layout.numel if step.host is not None else sum(slot.numel for slot in layout.slots)
 
 
 def _meet(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
