@@ -171,7 +171,7 @@ def take_optimizer_state(
     units = [unit for unit in units_of(model) if unit.spec.trainable]
     eight_bit = eight_bit_of(optimizer)
     states = [
-        [_optimizer_state_of(unit, index, optimizer) for index in range(len(unit.shards))] for unit in units
+        [_state_of_shard(optimizer, eight_bit, unit, i) for i in range(len(unit.shards))] for unit in units
     ]
     # Only ranks with a part of a parameter have state for it: all must know what there is to gather.
     described = [
@@ -211,12 +211,14 @@ def _whole_state(unit: Unit, kind: _Sharded, values: Sequence[Tensor | None]) ->
     return [flat[slot.start // numel : -(-slot.stop // numel)] for slot in layout.slots]
 
 
-def _optimizer_state_of(unit: Unit, index: int, optimizer: Optimizer) -> Mapping[str, Any]:
+def _state_of_shard(
+    optimizer: Optimizer, eight_bit: EightBit | None, unit: Unit, index: int
+) -> Mapping[str, Any]:
     """This rank's part of a parameter's optimizer state; 8-bit state taken apart."""
-    eight_bit = eight_bit_of(optimizer)
     shard = unit.shards[index]
-    state: Mapping[str, Any] = optimizer.state.get(shard, {})
-    return state if eight_bit is None else eight_bit.pieces(shard, unit.layouts[index])
+    if eight_bit is not None:
+        return eight_bit.pieces(shard, unit.layouts[index])
+    return optimizer.state.get(shard, {})  # type: ignore[no-any-return]
 
 
 @takes_old_keywords("mics.summon_full_params", writeback="write")

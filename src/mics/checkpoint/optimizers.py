@@ -246,9 +246,8 @@ def _want_state(wanted: Wanted, contents: Contents, optimizer: Optimizer, *, str
             else:
                 sharded.setdefault((entry, stored.dtype), []).append((held, name, stored))
     for (entry, dtype), found in sharded.items():
-        store = Contiguous(
-            found[0][0].unit.masters.state_device
-        )  # one buffer for each entry, as training leaves it
+        # One buffer for each entry, as training leaves it.
+        store = Contiguous(found[0][0].unit.masters.state_device)
         places = [(each, store.reserve(dtype, each[0].shard.numel())) for each in found]
         for (held, name, stored), place in places:
             value = place.tensor().view(held.shard.shape)

@@ -24,7 +24,7 @@ from mics.utils.tensor_trees import put_together, take_apart
 
 P = ParamSpec("P")
 R = TypeVar("R")
-P_ = TypeVar("P_", bound="ShardParameter")
+AnyParameter = TypeVar("AnyParameter", bound="ShardParameter")
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which pieces are plain tensors: for our own code, which knows that they are pieces."""
@@ -244,7 +244,9 @@ class ShardParameter(ShardTensor, nn.Parameter):
         return param
 
     @staticmethod
-    def _made(kind: type[P_], piece: Tensor, layout: Layout, owner: ref[ShardOwner], trainable: bool) -> P_:
+    def _made(
+        kind: type[AnyParameter], piece: Tensor, layout: Layout, owner: ref[ShardOwner], trainable: bool
+    ) -> AnyParameter:
         param: Any = Tensor._make_subclass(kind, piece, trainable)
         param.shard_layout, param.shard_owner, param.shard_trainable = layout, owner, trainable
         return param  # type: ignore[no-any-return]
