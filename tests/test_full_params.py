@@ -45,7 +45,10 @@ def _named(model: nn.Module, **options: Any) -> Found:
 
 def _same(found: Found, expected: Found) -> bool:
     return [name for name, _ in found] == [name for name, _ in expected] and all(
-        type(one) is Tensor and one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)
+        type(one) is Tensor
+        and one.dtype == two.dtype
+        and one.shape == two.shape
+        and torch.equal(one.cpu(), two)
         for (_, one), (_, two) in zip(found, expected, strict=True)
     )
 

@@ -125,7 +125,9 @@ def test_two_ranks_on_gpus(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     good = _findings(done.stdout, "ok")
     assert "over gloo and NCCL is right" in good["collectives"][0]["what"]
-    assert good["results"] and good["GPU memory"] and good["versions"]
+    assert good["results"] and good["versions"]
+    held = _findings(done.stdout, "warn").get("GPU memory")  # by other tests' ranks, where they are there
+    assert good.get("GPU memory") or (held and "another process holds" in held[0]["what"])
     found = json.loads(done.stdout)
     assert {facts["versions"]["NCCL"] for facts in found["ranks"].values()} != {""}
     assert all(each["rate"] > 1e13 for each in found["computed"].values())
