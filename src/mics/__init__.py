@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mics.full_params import iter_full_params
     from mics.gradients.optimizer import allow_optimizer
     from mics.guard import norms
+    from mics.layout.compression import Compression
     from mics.layout.order import Prefetch
     from mics.layout.precision import Precision
     from mics.state_dict import (
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "CollectiveError",
+    "Compression",
     "Emulation",
     "Link",
     "MemoryReport",
@@ -95,6 +97,7 @@ _MODULES = {
     "full_params": ["iter_full_params"],
     "gradients.optimizer": ["allow_optimizer"],
     "guard": ["norms"],
+    "layout.compression": ["Compression"],
     "layout.order": ["Prefetch"],
     "layout.precision": ["Precision"],
     "state_dict": [

@@ -27,6 +27,7 @@ from mics.config import (
 from mics.cost.clusters import with_shared_gpus
 from mics.engine import engine_of, engines_of
 from mics.errors import SettingsError
+from mics.layout.compression import Compression
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
 from mics.schedule.methods import follow_method
@@ -53,6 +54,7 @@ def shard(
     activations: Activations | None = None,
     low_memory: Literal["auto"] | bool = "auto",
     audit_interval: Literal["auto"] | int = "auto",
+    compression: Compression | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place over partition groups and return it.
 
@@ -90,6 +92,7 @@ def shard(
         audit_interval: optimizer steps from one comparison of the replicas' parameters to the next (see
             ``mics.audit_replicas``); "auto" is 100, and 0 never compares. A difference raises
             ``mics.ReplicaError`` one boundary later.
+        compression: what travels in fewer bytes than it has in memory; None: nothing.
 
     The cost model takes the network to be an ordinary one. ``MICS_CLUSTER`` tells it better: the name of a
     cluster or a file, as for ``mics emulate --cluster``.
@@ -119,6 +122,7 @@ def shard(
             activations=activations,
             low_memory=low_memory,
             audit_interval=audit_interval,
+            compression=compression,
             nodes=nodes,
         )
     except Exception as caught:

@@ -40,6 +40,7 @@ from mics.sharding.contiguous import Contiguous
 from mics.sharding.conversions import refuse_conversions, refuse_tracing
 from mics.sharding.host_memory import HostPool
 from mics.sharding.materialize import InitialValues, as_it_was, drop_originals, fill_unit, place_buffers
+from mics.sharding.refresh import MovedValues, is_moved
 from mics.sharding.spec import Share
 from mics.sharding.unit import Unit, UnitMemory
 from mics.sharding.wrappers import refuse_wrappers
@@ -119,8 +120,17 @@ def _wire(
     )
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
+    by_moves = settings.compression.refresh == "lossless" and any(map(is_moved, units))
     step = Step(
-        units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
+        units,
+        hops,
+        shown,
+        agreement=agreement,
+        events=events,
+        plans=plans,
+        progress=progress,
+        host=host,
+        moved=MovedValues(units, settings.device) if by_moves else None,
     )
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)

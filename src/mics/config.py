@@ -19,6 +19,7 @@ from mics.cost.memory import DRIVER_NBYTES
 from mics.engine import is_sharded
 from mics.errors import MicsError, SettingsError
 from mics.layout.assign import Site, assign_sites, modules_around, unit_modules
+from mics.layout.compression import Compression
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
 from mics.layout.topology import check_partition_groups, check_partition_size
@@ -61,6 +62,7 @@ class Settings:
     """Hold as little memory as possible, at a small cost in time."""
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
+    compression: Compression
     sites: list[Site]
 
     @property
@@ -84,6 +86,7 @@ def check_settings(
     activations: Activations | None,
     low_memory: Literal["auto"] | bool,
     audit_interval: Literal["auto"] | int,
+    compression: Compression | None,
     nodes: Sequence[str],
 ) -> Settings:
     if not isinstance(model, nn.Module):
@@ -102,6 +105,8 @@ def check_settings(
         raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
     if not (low_memory == "auto" or isinstance(low_memory, bool)):
         raise SettingsError(f'low_memory: expected "auto", True or False, found {low_memory!r}')
+    if compression is not None and not isinstance(compression, Compression):
+        raise SettingsError(f"compression: expected a mics.Compression or None, found {compression!r}")
     device = device_of(model, world)
     chosen = _chosen(units)
     recomputed = dict.fromkeys(unit_modules(model, chosen), False)
@@ -124,6 +129,7 @@ def check_settings(
         if isinstance(low_memory, bool)
         else activations is not None and activations.offload,
         audit_interval=_audit_interval(audit_interval),
+        compression=compression or Compression(refresh=None),
         sites=assign_sites(model, chosen),
     )
 
@@ -281,6 +287,7 @@ def describe(
         "low_memory": settings.low_memory,
         "activations": _account_of(settings),
         "audit_interval": settings.audit_interval,
+        "compression": str(settings.compression),
         "cluster (MICS_CLUSTER)": str(settings.cluster),
         "gpu": _gpu(settings.device),
         "memory": _memory_nbytes(world, settings),

@@ -29,7 +29,8 @@ from mics.engine import engines_of, units_of
 from mics.errors import MicsError, SettingsError
 from mics.guard import plainly
 from mics.layout.flat import Slot
-from mics.sharding.unit import Unit, refresh_together
+from mics.sharding.refresh import refresh_together
+from mics.sharding.unit import Unit
 
 _BUCKET_NBYTES: Final = 1 << 29
 _CALL: Final = "mics.iter_full_params"
@@ -87,6 +88,8 @@ def iter_full_params(
         stale = {number for *_, edited in accounts for number in edited if id(units[number]) in copied}
         if stale:  # the other replicas' copies
             refresh_together([units[number] for number in sorted(stale)])
+        for unit in units:
+            unit.refreshed()  # on all ranks, or on none
     stream = _Stream(wanted, bucket_nbytes, own_rank=engine.world.rank, rank=rank)
     if rank in (None, engine.world.rank):
         return stream.values()
@@ -242,7 +245,7 @@ class _Parcel:
         self._memory = torch.empty(len(self._span), dtype=wanted.wire_dtype, device=wanted.unit.device)
         own = slot.overlap(source.span)
         if own:
-            wanted.unit.refreshed_at.wait()
+            wanted.unit.refreshed().wait()
             first = source.span.start
             self._at(own).copy_(source.values[own.start - first : own.stop - first])
 

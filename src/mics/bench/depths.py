@@ -27,6 +27,7 @@ _FLAT: Final = "--layers: expected {} blocks to take longer than {}, found no di
 _DIVIDED_AS: Final = {
     "mics-partition": "mics",
     "mics-host": "mics",
+    "mics-lossless": "mics",
     "hsdp-kept": "hsdp",
     "zero2-reduce": "zero2",
     "deepspeed-zero2": "zero2",

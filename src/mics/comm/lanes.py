@@ -251,14 +251,22 @@ class LanedCollectives:
         return self._chain(stages, ("all-gather", label), after, then)
 
     def gather_together(
-        self, pairs: Pairs, label: str, after: Sequence[Ticket] = (), prepare: Action | None = None
+        self,
+        pairs: Pairs,
+        label: str,
+        after: Sequence[Ticket] = (),
+        prepare: Action | None = None,
+        then: Action | None = None,
     ) -> Ticket:
-        """``all_gather`` of all pairs (out, shard) as one collective; ``prepare`` fills the shards before."""
+        """``all_gather`` of all pairs (out, shard) as one collective.
+
+        ``prepare`` fills the shards before, and ``then`` is what is to be done with the results.
+        """
         stages = list(self._collectives.gather_stages(pairs, label))
         if prepare is not None:
             stage, action = stages[0]
             stages[0] = (stage, _both(prepare, action))
-        return self._chain(stages, ("all-gather", label), after)
+        return self._chain(stages, ("all-gather", label), after, then)
 
     def holds(self, to: int | None) -> range:
         """The positions whose parts this member has after ``gather_parts``."""

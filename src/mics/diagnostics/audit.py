@@ -30,7 +30,8 @@ from mics.comm.lanes import Ticket
 from mics.comm.world import MeshCollectives
 from mics.engine import engines_of
 from mics.errors import ReplicaError
-from mics.sharding.unit import Unit, refresh_together
+from mics.sharding.refresh import refresh_together
+from mics.sharding.unit import Unit
 from mics.utils.digests import digests
 
 _MAX_NAMED = 8  # units that an error names

@@ -19,7 +19,8 @@ from mics.gradients.shown import ShownGradients
 from mics.guard import plainly
 from mics.layout.order import Plans
 from mics.schedule.events import Event, Events, Progress, What
-from mics.sharding.unit import Unit, refresh_together
+from mics.sharding.refresh import MovedValues, refresh_together
+from mics.sharding.unit import Unit
 
 
 class Step:
@@ -36,10 +37,15 @@ class Step:
         plans: Plans,
         progress: Progress,
         host: HostState | None = None,
+        moved: MovedValues | None = None,
     ) -> None:
-        """``host``: where optimizer state is, if it is not on the device."""
+        """``host``: where optimizer state is, if it is not on the device.
+
+        ``moved``: by what new values go to the replicas, if not as they are.
+        """
         self.units = list(units)
         self.host = host
+        self.moved = moved
         self.owner = shown.owner
         self._hops = hops
         self._shown = shown
@@ -105,8 +111,11 @@ class Step:
         units = self.in_forward_order(members)
         self._events.tell(Event(What.STEP_ENDS, units=units))
         if not self._refreshed:
+            if self.moved is not None:
+                self.moved.begin(units)
+            send = refresh_together if self.moved is None else self.moved.send
             for batch in self._hops.batches(units):
-                refresh_together(batch)
+                send(batch)
         self._refreshed = False
         self._events.tell(Event(What.REFRESHED, units=units))
 

@@ -34,8 +34,9 @@ from mics.layout.order import Batch, Plans
 from mics.schedule.arena import Arena
 from mics.schedule.events import Event, Events, Progress, What
 from mics.schedule.log import GATHERED, PREFETCHED, StepLog
+from mics.sharding.refresh import refresh_together
 from mics.sharding.spec import label_of
-from mics.sharding.unit import State, Unit, refresh_together
+from mics.sharding.unit import State, Unit
 
 _MAX_DEFERRED = 2  # optimizer steps
 _TRANSITIONS = {
@@ -144,6 +145,7 @@ class Residency:
         self._moves = Transitions(self.units)
         self._by_index = {unit.spec.index: unit for unit in self.units}
         self._has_turned = False  # a backward has come since the forward began
+        self._is_late = False  # the first units are still to be prefetched for the next forward
         self._num_deferred = 0  # times that homes were to be given and backwards were still to come
         events[What.FORWARD_BEGINS].append(self._begin_forward)
         events[What.BACKWARD_BEGINS].append(self._begin_backward)
@@ -171,6 +173,9 @@ class Residency:
             is_next = unit.spec.index in first or (has_turned and self._stays(unit))
             if unit.is_waiting and (not is_next or self._moves.is_stale(unit)):
                 self._moves.reshard(unit)
+        if self._is_late:
+            self._is_late = False
+            self._prefetch_batches(self.plans.first())
 
     def _begin_backward(self, event: Event) -> None:
         self._has_turned = True
@@ -304,7 +309,9 @@ class Residency:
         Not where an edit through ``.data`` (clamping, say) is seen by a gather that comes after it.
         """
         self._moves.event = event
-        if not self._edits_show:
+        # What would make the host wait for the device waits for the forward.
+        self._is_late = any(unit.confirm is not None for unit in event.units)
+        if not (self._edits_show or self._is_late):
             self._prefetch_batches(self.plans.first())
 
     # -- places -------------------------------------------------------------------------------------
@@ -361,14 +368,14 @@ def _gather(units: Sequence[Unit], groups: UnitGroups) -> None:
     """Have the values of ``units`` come, by one collective of their groups."""
     if not units[0].whole.is_own:  # one rank a group, whose shard is the whole unit
         for unit in units:
-            unit.gathered_at = unit.refreshed_at
+            unit.gathered_at = unit.refreshed()
         return
     casts = [pair for unit in units if (pair := unit.cast_pair()) is not None]
     ticket = groups.gather.gather_together(
         [unit.gather_pair() for unit in units],
         label_of([unit.spec for unit in units]),
         prepare=partial(_cast, casts) if casts else None,
-        after=tuple(unit.refreshed_at for unit in units),
+        after=tuple(unit.refreshed() for unit in units),
     )
     for unit in units:
         unit.gathered_at = ticket

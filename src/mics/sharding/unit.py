@@ -18,7 +18,7 @@ Tensors of a unit of ``numel`` elements (padding included) on one rank, with p c
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mics.comm.journal import in_call
 from mics.comm.lanes import DONE, Ticket
+from mics.comm.protocol import Action
 from mics.comm.world import UnitGroups
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.guard import ShardOwner, plainly
@@ -35,7 +36,7 @@ from mics.sharding.contiguous import Contiguous
 from mics.sharding.held import HeldParameters
 from mics.sharding.host_memory import HostPool
 from mics.sharding.masters import Masters
-from mics.sharding.spec import Share, UnitSpec, label_of
+from mics.sharding.spec import Share, UnitSpec
 from mics.sharding.whole import WholeParameters
 
 
@@ -90,13 +91,14 @@ class Unit:
         # Lanes work on these beside the computation; whoever touches the memory waits for its ticket.
         self.gathered_at: Ticket = DONE  # the last gather: writes ``whole.flat``, reads ``param_shard``
         self.refreshed_at: Ticket = DONE  # the last refresh: writes ``param_shard``
+        self.confirm: Action | None = None  # has to be called before: whether it was right is not known yet
 
         if spec.casts_masters:
-            master = self.param_shard = self._own_params = memory.master_parts[spec.index].tensor()
+            master = self.param_shard = self.own_params = memory.master_parts[spec.index].tensor()
         else:
             self.param_shard = memory.param_parts[spec.index].tensor()
-            self._own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
-            master = memory.master_parts[spec.index].tensor() if spec.has_masters else self._own_params
+            self.own_params = share.own_of(spec, self.param_shard)  # what ``master`` is the master of
+            master = memory.master_parts[spec.index].tensor() if spec.has_masters else self.own_params
         self.layouts = share.layouts_of(spec)  # which elements each of ``shards`` holds
         self.masters = Masters(master, spec, share, device=self.device, owner=owner)
         self.shards = self.masters.shards
@@ -159,6 +161,11 @@ class Unit:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
         return self._versions != self.num_edits()
 
+    def note_refresh(self) -> None:
+        """The values of the masters are on their way to ``param_shard``, of all replicas."""
+        self._versions = self.num_edits()
+        self.num_refreshes += 1
+
     def holds_edit(self) -> bool:
         """Whether such a write stands in this rank's ``param_shard``, and not yet in the other replicas'."""
         in_place = not self.spec.has_masters and self.share.masters_over_replicas
@@ -166,8 +173,14 @@ class Unit:
 
     def arrived_params(self) -> Tensor:
         """``param_shard`` to read, with the other replicas' pieces of the last refresh."""
-        self.refreshed_at.wait()
+        self.refreshed().wait()
         return self.param_shard
+
+    def refreshed(self) -> Ticket:
+        """The last refresh, which has brought the right values."""
+        if self.confirm is not None:
+            self.confirm()
+        return self.refreshed_at
 
     def __reduce__(self) -> Any:
         raise MicsError(UNCOPYABLE)
@@ -200,8 +213,7 @@ class Unit:
         if self.spec.trainable:
             span = self.share.master_span(self.spec)
             self.master.copy_(flat[span.start : span.stop])
-        self._versions = self.num_edits()
-        self.num_refreshes += 1
+        self.note_refresh()
 
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel].
@@ -228,7 +240,7 @@ class Unit:
     def carry(self, masters: Tensor) -> None:
         """Have new values, which an optimizer made of masters on the host, in ``param_shard``."""
         self.settle_params()
-        self._own_params.copy_(masters)
+        self.own_params.copy_(masters)
 
     def settle_params(self) -> None:
         """Wait for the lanes: from here on the caller may write to ``param_shard``.
@@ -236,7 +248,7 @@ class Unit:
         What was gathered ahead of its use has the values of before then: ``num_refreshes`` tells.
         """
         self.gathered_at.wait()
-        self.refreshed_at.wait()
+        self.refreshed().wait()
         self.gathered_at = self.refreshed_at = DONE
 
     def _follow_requires_grad(self, shard: nn.Parameter, full: nn.Parameter) -> None:
@@ -252,25 +264,3 @@ class Unit:
         """This rank's chunk of the gathered parameters."""
         span = self.share.chunk_span(self.spec.layout)
         return self.whole.flat[span.start : span.stop]
-
-
-def refresh_together(units: Sequence[Unit], *, carried: Collection[Unit] = ()) -> None:
-    """Carry the masters of several units into their ``param_shard``, by one collective over the replicas.
-
-    This rank's part of those that were ``carried`` is there.
-    """
-    for unit in units:
-        unit.settle_params()
-        if unit._own_params is not unit.master and unit not in carried:
-            unit._own_params.copy_(unit.masters.here())
-    for groups in dict.fromkeys(unit.groups for unit in units if unit.share.masters_over_replicas):
-        together = [unit for unit in units if unit.groups is groups]
-        # ``.data``: a version counter of its own. What lanes write to it is nobody's edit.
-        pairs = [(unit.param_shard.data, unit._own_params) for unit in together]
-        label = f"new values of {label_of([unit.spec for unit in together])}"
-        ticket = groups.replication.gather_together(pairs, label)
-        for unit in together:
-            unit.refreshed_at = ticket
-    for unit in units:
-        unit._versions = unit.num_edits()
-        unit.num_refreshes += 1

@@ -10,7 +10,14 @@ from matplotlib.axes import Axes
 from mics.utils.numbers import fixed
 from mics.utils.picture_style import TEXT, Theme, spread
 
-VARIANTS: Final = ("hsdp-kept", "mics-partition", "mics-host", "megatron-fsdp-bf16", "deepspeed-zero2")
+VARIANTS: Final = (
+    "hsdp-kept",
+    "mics-partition",
+    "mics-host",
+    "mics-lossless",
+    "megatron-fsdp-bf16",
+    "deepspeed-zero2",
+)
 """Of another system: drawn fainter."""
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]

@@ -14,7 +14,12 @@ from mics.bench.systems.with_deepspeed import (
 )
 from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp, build_hsdp_kept
 from mics.bench.systems.with_megatron import PACKAGE, build_megatron, build_megatron_bf16
-from mics.bench.systems.with_mics import build_mics, build_mics_host, build_mics_partition
+from mics.bench.systems.with_mics import (
+    build_mics,
+    build_mics_host,
+    build_mics_lossless,
+    build_mics_partition,
+)
 from mics.bench.systems.with_zero2 import build_zero2, build_zero2_reduce
 
 _ALL: Final = (
@@ -28,6 +33,11 @@ _ALL: Final = (
         name="mics-host",
         build=build_mics_host,
         about="this library, masters and optimizer state in host memory between steps",
+    ),
+    System(
+        name="mics-lossless",
+        build=build_mics_lossless,
+        about="this library, new parameters sent as how far they have moved",
     ),
     System(name="fsdp2", build=build_fsdp2, partition="world", about="torch fully_shard over the world"),
     System(name="hsdp", build=build_hsdp, about="torch fully_shard over partition groups, with replicas"),

@@ -71,3 +71,5 @@ build_mics_partition = partial(build_mics, optimizer_sharding="partition")
 """Every replica updates the whole of its shards, as HSDP does."""
 build_mics_host = partial(build_mics, optimizer_state="host")
 """Masters and optimizer state are in host memory between steps."""
+build_mics_lossless = partial(build_mics, compression=mics.Compression(refresh="lossless"))
+"""New parameters go to the replicas as how far they have moved."""

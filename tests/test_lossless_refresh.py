@@ -1,0 +1,207 @@
+"""New parameters go to the replicas as moves: the same bits in fewer bytes, whatever happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mics
+from tests import toys
+from tests.ranks import run_expecting_error, run_ranks
+
+_DIM = 96
+Happening = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_DIM, _DIM), nn.Linear(_DIM, _DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.blocks[3].up.weight = self.blocks[2].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _nothing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    pass
+
+
+def _train(
+    refresh: str | None,
+    happens: Happening = _nothing,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    steps: int = 8,
+    accumulation: int = 1,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    lr: float = 1e-5,
+    device: str = "cpu",
+    **settings: Any,
+) -> tuple[list[Tensor], dict[str, Tensor], Any, list[int]]:
+    """Losses, parameters, optimizer state, and bytes to the replicas for new values of each step."""
+    torch.manual_seed(0)
+    model = mics.shard(
+        _Model().to(device),
+        precision=mics.Precision(param_dtype=dtype),
+        compression=mics.Compression(refresh=refresh),  # type: ignore[arg-type]
+        audit_interval=1,
+        **settings,
+    )
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizers = [optimizer(trained[:3], lr=lr), optimizer(trained[3:], lr=lr)]  # type: ignore[call-arg]
+    losses, nbytes = [], []
+    for step in range(steps):
+        for micro in mics.microsteps(model, range(accumulation)):
+            x, y = toys.floats(step, micro, dist.get_rank(), dim=_DIM, batch=4)
+            loss = (model(x.to(device, dtype)) - y.to(device)).square().mean() / accumulation
+            loss.backward()
+            losses.append(loss.detach().cpu())
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        nbytes.append(_sent_nbytes(model))
+        happens(model, optimizers[1], step)
+    mics.audit_replicas(model)
+    whole = mics.full_state_dict(model, rank0_only=False)
+    state = [mics.full_optimizer_state_dict(model, each, rank0_only=False) for each in optimizers]
+    return losses, whole, state, [late - early for early, late in pairwise(nbytes)]
+
+
+def _sent_nbytes(model: nn.Module) -> int:
+    return mics.traffic(model).nbytes.get(("replication", "all_gather"), 0)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def _compare(happens: Happening = _nothing, **settings: Any) -> tuple[bool, list[float]]:
+    """Whether all is equal, and the bytes of each step's new values with moves over those without."""
+    *moved, by_moves = _train("lossless", happens, **settings)
+    *plain, as_they_are = _train(None, happens, **settings)
+    return _equal(moved, plain), [
+        one / max(1, other) for one, other in zip(by_moves, as_they_are, strict=True)
+    ]
+
+
+def _check(found: list[tuple[bool, list[float]]], *, at_most: float) -> None:
+    assert all(equal for equal, _ in found)
+    assert all(shares[-1] <= at_most for _, shares in found), found
+
+
+@pytest.mark.parametrize(
+    ("partition_size", "settings"),
+    [
+        (1, {}),
+        (2, {"accumulation": 2}),
+        (2, {"dtype": torch.float16}),
+        (2, {"prefetch": 0}),
+        (2, {"low_memory": True}),
+        (2, {"optimizer": torch.optim.SGD, "lr": 0.001}),
+    ],
+)
+def test_same_bits_in_fewer_bytes(partition_size: int, settings: dict[str, Any]) -> None:
+    """Over partition sizes, accumulation, formats and optimizers; frozen and tied parameters among them."""
+    options = {"partition_size": partition_size, **settings}
+    _check(run_ranks(4, _compare, kwargs=options), at_most=0.75)
+
+
+@pytest.mark.parametrize("settings", [{"partition_size": 4}, {"optimizer_sharding": "partition"}])
+def test_nothing_to_send(settings: dict[str, Any]) -> None:
+    """One replica, or masters that every replica has."""
+    _check(run_ranks(4, _compare, kwargs={"partition_size": 2, **settings}), at_most=1.0)
+
+
+def _jump(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Moves that no room was made for."""
+    optimizer.param_groups[0]["lr"] = 0.5 if step == 4 else 1e-5
+
+
+def _edit(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step in (3, 5):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.5 if step == 3 else -1.0)
+
+
+def _write(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 4:
+        with mics.summon_full_params(model, write=True):
+            model.blocks[0].up.weight.fill_(float("-0.0"))
+        assert all(value.isfinite().all() for _, value in mics.iter_full_params(model))
+
+
+@pytest.mark.parametrize("happens", [_jump, _edit, _write])
+def test_values_that_leap(happens: Happening) -> None:
+    """A learning rate that jumps, edits, and whole parameters written."""
+    found = run_ranks(4, _compare, happens, kwargs={"partition_size": 2})
+    _check(found, at_most=1.1)
+    if happens is _jump:
+        assert all(max(shares) > 1.2 for _, shares in found), f"{found} moves that did not fit, and values after them"
+
+
+def _resume(folder: str) -> list[bool]:
+    """Save with moves, go on without, and the other way round."""
+    found = []
+    for first, second in (("lossless", None), (None, "lossless")):
+
+        def happens(
+            model: nn.Module, optimizer: torch.optim.Optimizer, step: int, to: str = str(first)
+        ) -> None:
+            if step == 3:
+                mics.save(f"{folder}/{to}", model)
+            if step == 6:
+                mics.load(f"{folder}/{to}", model)
+
+        one, other = _train(first, happens, partition_size=2), _train(second, happens, partition_size=2)
+        found.append(_equal(one[:3], other[:3]))
+    return found
+
+
+def test_a_loaded_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(4, _resume, str(tmp_path)) == [[True, True]] * 4
+
+
+def test_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(mics.SettingsError, match=r'refresh: expected "lossless" or None, found \'int3\''):
+        mics.Compression(refresh="int3")  # type: ignore[arg-type]
+    error = run_expecting_error(2, _with, "lossless")
+    assert "compression: expected a mics.Compression or None, found 'lossless'" in str(error)
+
+
+def _with(compression: Any) -> None:
+    mics.shard(nn.Linear(4, 4), compression=compression)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition_size", [1, 2])
+def test_same_bits_under_nccl(partition_size: int) -> None:
+    options = {"partition_size": partition_size, "device": "cuda", "accumulation": 2}
+    _check(run_ranks(4, _compare, _jump, backend="nccl", ranks_per_node=2, kwargs=options), at_most=1.1)
+    _check(run_ranks(4, _compare, backend="nccl", ranks_per_node=2, kwargs=options), at_most=0.75)
