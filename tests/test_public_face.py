@@ -14,8 +14,8 @@ import mics
 def test_exports() -> None:
     """Exactly these names are public."""
     assert sorted(mics.__all__) == [
-        "Activations", "AuditReport", "CheckpointError", "Cluster", "CollectiveError", "Emulation",
-        "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "Profile", "ProfileReport",
+        "Activations", "AuditReport", "CheckpointError", "Cluster", "CollectiveError", "Compression",
+        "Emulation", "Link", "MemoryReport", "MicsError", "Precision", "Prefetch", "Profile", "ProfileReport",
         "ReplicaError", "Saving", "SettingsError", "Traffic", "allow_optimizer", "audit_replicas",
         "clip_grad_norm_", "emulate", "full_gradients", "full_optimizer_state_dict", "full_state_dict",
         "iter_full_params", "load", "load_full_state_dict", "memory_report", "microsteps", "nonfinite_units",

@@ -25,7 +25,7 @@ from mics.schedule import residency
 from mics.schedule.events import Event, Events, Progress, What
 from mics.schedule.log import StepLog
 from mics.schedule.residency import Residency
-from mics.sharding.unit import State
+from mics.sharding.unit import Refresh, State
 
 _SIZE = 512  # bytes, of the smallest unit
 
@@ -97,7 +97,7 @@ class FakeUnit:
     state: State = State.SHARDED
     num_refreshes: int = 0
     gathered_at: Any = DONE
-    refreshed_at: Any = DONE
+    refresh: Refresh = field(default_factory=Refresh)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_edited: bool = False  # its masters, as anybody can see
     num_edits: int = 0  # of its values, seen or unseen

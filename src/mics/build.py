@@ -120,18 +120,11 @@ def _wire(
     )
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
-    by_moves = settings.compression.refresh == "lossless" and any(map(is_moved, units))
     step = Step(
-        units,
-        hops,
-        shown,
-        agreement=agreement,
-        events=events,
-        plans=plans,
-        progress=progress,
-        host=host,
-        moved=MovedValues(units, settings.device) if by_moves else None,
+        units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
     )
+    if settings.compression.refresh == "lossless" and any(map(is_moved, units)):
+        step.moved = MovedValues(units, settings.device, imagined=world.imagined is not None)
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)
     members = Members(model, autograd, on_change=synchronize_buffers.look_again)

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -105,8 +106,6 @@ def check_settings(
         raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
     if not (low_memory == "auto" or isinstance(low_memory, bool)):
         raise SettingsError(f'low_memory: expected "auto", True or False, found {low_memory!r}')
-    if compression is not None and not isinstance(compression, Compression):
-        raise SettingsError(f"compression: expected a mics.Compression or None, found {compression!r}")
     device = device_of(model, world)
     chosen = _chosen(units)
     recomputed = dict.fromkeys(unit_modules(model, chosen), False)
@@ -129,9 +128,22 @@ def check_settings(
         if isinstance(low_memory, bool)
         else activations is not None and activations.offload,
         audit_interval=_audit_interval(audit_interval),
-        compression=compression or Compression(refresh=None),
+        compression=_compression(compression, device),
         sites=assign_sites(model, chosen),
     )
+
+
+def _compression(compression: Any, device: torch.device) -> Compression:
+    if compression is None:
+        return Compression(refresh=None)
+    if not isinstance(compression, Compression):
+        raise SettingsError(f"compression: expected a mics.Compression or None, found {compression!r}")
+    if compression.refresh is not None and device.type == "cuda" and find_spec("triton") is None:
+        raise SettingsError(
+            "Compression.refresh: expected the package triton, which has its kernels on a GPU, found none; "
+            "install it, or pass refresh=None"
+        )
+    return compression
 
 
 def _chosen(units: Any) -> list[Any] | None:

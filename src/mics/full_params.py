@@ -89,7 +89,7 @@ def iter_full_params(
         if stale:  # the other replicas' copies
             refresh_together([units[number] for number in sorted(stale)])
         for unit in units:
-            unit.refreshed()  # on all ranks, or on none
+            unit.refresh.ticket()  # on all ranks, or on none
     stream = _Stream(wanted, bucket_nbytes, own_rank=engine.world.rank, rank=rank)
     if rank in (None, engine.world.rank):
         return stream.values()
@@ -245,7 +245,7 @@ class _Parcel:
         self._memory = torch.empty(len(self._span), dtype=wanted.wire_dtype, device=wanted.unit.device)
         own = slot.overlap(source.span)
         if own:
-            wanted.unit.refreshed().wait()
+            wanted.unit.refresh.ticket().wait()
             first = source.span.start
             self._at(own).copy_(source.values[own.start - first : own.stop - first])
 

@@ -1,5 +1,7 @@
 """``moves.py`` on a GPU: a kernel that counts and one that encodes, and one that decodes for all members."""
 
+# Triton compiles annotations of its functions, and knows none but its own.
+# ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -37,9 +39,7 @@ def _count(old, new, counts, numel, block_size: tl.constexpr):
 
 
 @triton.jit
-def _write_rest(
-    moves, first_byte, first_word, few, fewer, num_bytes, num_words
-):
+def _write_rest(moves, first_byte, first_word, few, fewer, num_bytes, num_words):
     """The bytes and words of half a block; how many there were."""
     large = (tl.abs(moves) > 7).to(tl.int32)
     largest = (tl.abs(moves) > 127).to(tl.int32)

@@ -111,6 +111,10 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
         expected_wire_nbytes(engine.units, engine.mesh, engine.topology, rank=engine.world.rank),
         engine.mesh.staging_nbytes(),
     )
+    if engine.step.moved is not None:
+        yield _on_device(
+            "moves", "of new values, on their way between replicas", None, engine.step.moved.nbytes
+        )
     buffers = list(model.buffers())
     whole = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     yield _on_device("buffers", "of modules, whole on every rank", whole, _nbytes(buffers))

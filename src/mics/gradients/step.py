@@ -37,15 +37,11 @@ class Step:
         plans: Plans,
         progress: Progress,
         host: HostState | None = None,
-        moved: MovedValues | None = None,
     ) -> None:
-        """``host``: where optimizer state is, if it is not on the device.
-
-        ``moved``: by what new values go to the replicas, if not as they are.
-        """
+        """``host``: where optimizer state is, if it is not on the device."""
         self.units = list(units)
         self.host = host
-        self.moved = moved
+        self.moved: MovedValues | None = None  # by what new values go to the replicas, if not as they are
         self.owner = shown.owner
         self._hops = hops
         self._shown = shown

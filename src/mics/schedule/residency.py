@@ -310,7 +310,7 @@ class Residency:
         """
         self._moves.event = event
         # What would make the host wait for the device waits for the forward.
-        self._is_late = any(unit.confirm is not None for unit in event.units)
+        self._is_late = any(unit.refresh.confirm is not None for unit in event.units)
         if not (self._edits_show or self._is_late):
             self._prefetch_batches(self.plans.first())
 
@@ -368,14 +368,14 @@ def _gather(units: Sequence[Unit], groups: UnitGroups) -> None:
     """Have the values of ``units`` come, by one collective of their groups."""
     if not units[0].whole.is_own:  # one rank a group, whose shard is the whole unit
         for unit in units:
-            unit.gathered_at = unit.refreshed()
+            unit.gathered_at = unit.refresh.ticket()
         return
     casts = [pair for unit in units if (pair := unit.cast_pair()) is not None]
     ticket = groups.gather.gather_together(
         [unit.gather_pair() for unit in units],
         label_of([unit.spec for unit in units]),
         prepare=partial(_cast, casts) if casts else None,
-        after=tuple(unit.refreshed() for unit in units),
+        after=tuple(unit.refresh.ticket() for unit in units),
     )
     for unit in units:
         unit.gathered_at = ticket

@@ -17,7 +17,7 @@ from mics.comm.lanes import DONE, Ticket
 from mics.comm.moves import Moves, Room
 from mics.comm.world import UnitGroups
 from mics.sharding.spec import label_of
-from mics.sharding.unit import Unit
+from mics.sharding.unit import Unit, note_refresh
 
 _SPARE: Final = 1.3  # room for so many times the moves that there were
 _FULL: Final = 0.85  # of the room: time for more
@@ -37,7 +37,7 @@ def refresh_together(units: Sequence[Unit], *, carried: Collection[Unit] = ()) -
             unit.own_params.copy_(unit.masters.here())
     _send_values(units)
     for unit in units:
-        unit.note_refresh()
+        note_refresh(unit)
 
 
 def _send_values(units: Sequence[Unit]) -> None:
@@ -47,7 +47,7 @@ def _send_values(units: Sequence[Unit]) -> None:
         pairs = [(unit.param_shard.data, unit.own_params) for unit in together]
         ticket = groups.replication.gather_together(pairs, _label(together))
         for unit in together:
-            unit.refreshed_at = ticket
+            unit.refresh.begin(ticket)
 
 
 def _label(units: Sequence[Unit]) -> str:
@@ -80,7 +80,8 @@ class MovedValues:
     they are. Replicas see the same needs, so they decide alike.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+    def __init__(self, units: Sequence[Unit], device: torch.device, *, imagined: bool = False) -> None:
+        """``imagined``: the other replicas are, so that their moves are not those of the values here."""
         self._device = device
         self._rows = {unit.spec.index: row for row, unit in enumerate(filter(is_moved, units))}
         self._sent: dict[int, _Sent] = {}
@@ -91,6 +92,9 @@ class MovedValues:
         self._pending: list[_Sent] = []
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._last: Ticket = DONE
+        # In place of values that would soon be no numbers any more, with which computing is faster.
+        largest = max(unit.param_shard.numel() for unit in units)
+        self._imagined = torch.zeros(largest, dtype=torch.int16, device=device) if imagined else None
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +139,7 @@ class MovedValues:
         late = []
         for sent in pending:
             unit, need = sent.unit, Room(*needed[self._rows[sent.unit.spec.index]])
-            went_by_moves, unit.confirm = unit.confirm is not None, None
+            went_by_moves, unit.refresh.confirm = unit.refresh.confirm is not None, None
             if went_by_moves and not sent.moves.room.holds(need):
                 unit.settle_params()
                 late.append(unit)
@@ -172,12 +176,21 @@ class MovedValues:
         pairs = [(part, sent.wire) for part, sent in zip(parts, moved, strict=True)]
         units = [sent.unit for sent in moved]
         ticket = units[0].groups.replication.gather_together(
-            pairs, _label(units), then=partial(_decode, list(moved), parts)
+            pairs, _label(units), then=partial(self._decode, list(moved), parts)
         )
         self._last = ticket
         for unit in units:
-            unit.refreshed_at, unit.confirm = ticket, self.confirm
-            unit.note_refresh()
+            unit.refresh.begin(ticket, confirm=self.confirm)
+            note_refresh(unit)
+
+    def _decode(self, moved: Sequence[_Sent], parts: Sequence[Tensor]) -> None:
+        """On the lane: move the other replicas' pieces."""
+        for sent, part in zip(moved, parts, strict=True):
+            unit, size = sent.unit, sent.unit.groups.replication.size
+            values = unit.param_shard.data
+            if self._imagined is not None:
+                values = self._imagined[: values.numel()]
+            sent.moves.decode(values.view(size, -1), part.view(size, -1), own=unit.share.piece)
 
     def _adapt(self, sent: _Sent, needed: Room) -> None:
         index, room = sent.unit.spec.index, sent.moves.room
@@ -199,14 +212,6 @@ def is_moved(unit: Unit) -> bool:
     spec, shared = unit.spec, unit.share.masters_over_replicas and unit.groups.replication.size > 1
     has_both = spec.has_masters and not spec.casts_masters and not spec.masters_on_host
     return shared and has_both and spec.param_dtype.itemsize == 2
-
-
-def _decode(moved: Sequence[_Sent], parts: Sequence[Tensor]) -> None:
-    """On the lane: move the other replicas' pieces."""
-    for sent, part in zip(moved, parts, strict=True):
-        unit = sent.unit
-        size = unit.groups.replication.size
-        sent.moves.decode(unit.param_shard.data.view(size, -1), part.view(size, -1), own=unit.share.piece)
 
 
 def _with_spare(room: int, needed: int) -> int:

@@ -48,6 +48,23 @@ class State(enum.Enum):
     GATHERED = "gathered"  # modules hold whole parameters
 
 
+class Refresh:
+    """New values on their way into ``param_shard``."""
+
+    def __init__(self) -> None:
+        self.latest: Ticket = DONE
+        self.confirm: Action | None = None  # to be called first: whether they are right is not known yet
+
+    def begin(self, ticket: Ticket, confirm: Action | None = None) -> None:
+        self.latest, self.confirm = ticket, confirm
+
+    def ticket(self) -> Ticket:
+        """Of the right values. The host may wait for them to be made."""
+        if self.confirm is not None:
+            self.confirm()
+        return self.latest
+
+
 class UnitMemory:
     """The memory of all units' shards on one rank: a buffer for each purpose."""
 
@@ -90,8 +107,7 @@ class Unit:
         self._versions = 0
         # Lanes work on these beside the computation; whoever touches the memory waits for its ticket.
         self.gathered_at: Ticket = DONE  # the last gather: writes ``whole.flat``, reads ``param_shard``
-        self.refreshed_at: Ticket = DONE  # the last refresh: writes ``param_shard``
-        self.confirm: Action | None = None  # has to be called before: whether it was right is not known yet
+        self.refresh = Refresh()  # the last one: writes ``param_shard``
 
         if spec.casts_masters:
             master = self.param_shard = self.own_params = memory.master_parts[spec.index].tensor()
@@ -161,11 +177,6 @@ class Unit:
         """Whether somebody wrote to ``shards`` since the last refresh (load_state_dict, in-place edits)."""
         return self._versions != self.num_edits()
 
-    def note_refresh(self) -> None:
-        """The values of the masters are on their way to ``param_shard``, of all replicas."""
-        self._versions = self.num_edits()
-        self.num_refreshes += 1
-
     def holds_edit(self) -> bool:
         """Whether such a write stands in this rank's ``param_shard``, and not yet in the other replicas'."""
         in_place = not self.spec.has_masters and self.share.masters_over_replicas
@@ -173,14 +184,8 @@ class Unit:
 
     def arrived_params(self) -> Tensor:
         """``param_shard`` to read, with the other replicas' pieces of the last refresh."""
-        self.refreshed().wait()
+        self.refresh.ticket().wait()
         return self.param_shard
-
-    def refreshed(self) -> Ticket:
-        """The last refresh, which has brought the right values."""
-        if self.confirm is not None:
-            self.confirm()
-        return self.refreshed_at
 
     def __reduce__(self) -> Any:
         raise MicsError(UNCOPYABLE)
@@ -191,7 +196,7 @@ class Unit:
         On a GPU alone: a thread's job keeps its tensors, and might wait for ranks that are gone.
         """
         if self.device.type == "cuda":
-            for ticket in (self.gathered_at, self.refreshed_at):
+            for ticket in (self.gathered_at, self.refresh.latest):
                 with suppress(Exception):  # the interpreter may be on its way out
                     ticket.wait()
 
@@ -213,7 +218,7 @@ class Unit:
         if self.spec.trainable:
             span = self.share.master_span(self.spec)
             self.master.copy_(flat[span.start : span.stop])
-        self.note_refresh()
+        note_refresh(self)
 
     def full_of_masters(self, masters: Tensor) -> Tensor:
         """All ranks' ``masters`` (laid out as ``self.master``) as one flat buffer: [numel].
@@ -248,8 +253,9 @@ class Unit:
         What was gathered ahead of its use has the values of before then: ``num_refreshes`` tells.
         """
         self.gathered_at.wait()
-        self.refreshed().wait()
-        self.gathered_at = self.refreshed_at = DONE
+        self.refresh.ticket().wait()
+        self.gathered_at = DONE
+        self.refresh.begin(DONE)
 
     def _follow_requires_grad(self, shard: nn.Parameter, full: nn.Parameter) -> None:
         if shard.requires_grad and not self.spec.trainable:
@@ -264,3 +270,9 @@ class Unit:
         """This rank's chunk of the gathered parameters."""
         span = self.share.chunk_span(self.spec.layout)
         return self.whole.flat[span.start : span.stop]
+
+
+def note_refresh(unit: Unit) -> None:
+    """The values of the masters are on their way to ``param_shard``, of all replicas."""
+    unit._versions = unit.num_edits()
+    unit.num_refreshes += 1

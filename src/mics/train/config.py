@@ -205,6 +205,8 @@ class ShardingSettings:
     model says that it saves time and memory allows it."""
     optimizer_state: Literal["device", "host"] = "device"
     """Where master weights and optimizer state are between steps; host: in pinned memory, for some time."""
+    lossless_refresh: bool = False
+    """Send new parameters to the replicas as how far each has moved: the same bits in fewer bytes."""
     cluster: str | None = None
     """Cluster that the cost model reckons with: a name of mics plan, or a file. MICS_CLUSTER and a
     cluster.yaml that mics calibrate left beside the settings come first; unset: what the device suggests."""

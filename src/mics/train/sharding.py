@@ -33,6 +33,7 @@ def shard_model(model: nn.Module, settings: ShardingSettings) -> nn.Module:
         ),
         prefetch="auto" if settings.prefetch is None else settings.prefetch,
         activations=_activations(model, settings),
+        compression=mics.Compression(refresh="lossless") if settings.lossless_refresh else None,
     )
 
 
