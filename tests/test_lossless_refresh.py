@@ -132,6 +132,16 @@ def test_same_bits_in_fewer_bytes(partition_size: int, settings: dict[str, Any])
     _check(run_ranks(4, _compare, kwargs=options), at_most=0.75)
 
 
+@pytest.mark.full
+def test_same_bits_after_two_hundred_steps() -> None:
+    """A rate that rises, falls and jumps: rooms grow and shrink, and some steps do not fit."""
+    _check(run_ranks(4, _compare, _wander, kwargs={"partition_size": 2, "steps": 200}), at_most=1.0)
+
+
+def _wander(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 1e-6 * (1 + step % 50) ** (2 if step % 7 else 1)
+
+
 @pytest.mark.parametrize("settings", [{"partition_size": 4}, {"optimizer_sharding": "partition"}])
 def test_nothing_to_send(settings: dict[str, Any]) -> None:
     """One replica, or masters that every replica has."""

@@ -27,6 +27,7 @@ from mics.cost.memory import Division, Keeping, memory_terms
 from mics.cost.modules import find_model, shape_of_module
 from mics.cost.setting import Setting, fitting_partition, partition_sizes
 from mics.cost.shapes import named_shape, shape_of_config
+from mics.cost.step_bytes import step_bytes
 from mics.models.gpt import GPT, GPTConfig
 from mics.planner import __file__ as planner_file
 from mics.planner.goodput import Faults, goodput
@@ -230,6 +231,27 @@ def test_optimizer_state_on_the_host() -> None:
         assert longer == pytest.approx(moved / cluster.host_bandwidth, rel=0.15)
         times[accumulation] = longer / predict(on_device).step_seconds
     assert 0.02 < times[8] < 0.1 < times[1], times
+
+
+def test_lossless_refresh() -> None:
+    """A third of the bytes of new parameters, where the network decides; peers have nothing of it."""
+    plain = Setting(
+        model=named_shape("gpt-3.6b"),
+        cluster=find_cluster("benchmarks/clusters/ordinary.yaml:64"),
+        partition_size=8,
+        micro_batch=4,
+        accumulation=2,
+        activations=Keeping(checkpoint=True),
+    )
+    moved = replace(plain, lossless_refresh=True)
+    by_values, by_moves = (step_bytes(setting, param_nbytes=2) for setting in (plain, moved))
+    assert by_moves.refresh == pytest.approx(0.33 * by_values.refresh)
+    assert by_moves.total - by_moves.refresh == by_values.total - by_values.refresh
+    assert step_bytes(moved, param_nbytes=4) == step_bytes(plain, param_nbytes=4), "float32 goes as it is"
+    assert predict(moved).step_seconds < 0.99 * predict(plain).step_seconds
+    assert predict(moved, "hsdp").step_seconds == predict(plain, "hsdp").step_seconds
+    on_host = replace(moved, state_on_host=True)
+    assert step_bytes(on_host, param_nbytes=2).refresh == by_values.refresh
 
 
 def test_narrow_gradients_ask_for_whole_masters_where_there_is_room() -> None:

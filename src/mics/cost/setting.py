@@ -19,6 +19,10 @@ _PARAM: Final = 2  # bytes
 _SCORE_SAVED: Final = 5  # bytes of a score
 
 
+MOVED_SHARE: Final = 0.33
+"""Of the bytes of 16-bit parameters: how far they moved, at usual learning rates (docs/compression.md)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One way to train a model on a cluster."""
@@ -36,6 +40,8 @@ class Setting:
     over_replicas: bool = True
     state_on_host: bool = False
     """Masters and optimizer state are in host memory between steps."""
+    lossless_refresh: bool = False
+    """New parameters go to the replicas as how far they have moved."""
     prefetch: int | None = None
     hierarchical: bool = True
     """Gather in two stages where that pays, as the engine does."""
@@ -60,6 +66,11 @@ class Setting:
     def tokens_per_step(self) -> int:
         """Of all ranks."""
         return self.tokens * self.accumulation * self.cluster.world_size
+
+    def refresh_nbytes(self, param_nbytes: int) -> float:
+        """Of a new parameter, which ranks compute with in ``param_nbytes``, on its way to a replica."""
+        moves = self.lossless_refresh and param_nbytes == 2 and not self.state_on_host
+        return param_nbytes * (MOVED_SHARE if moves else 1.0)
 
     @cached_property
     def device(self) -> Device:

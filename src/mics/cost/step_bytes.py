@@ -41,5 +41,5 @@ def step_bytes(setting: Setting, *, param_nbytes: int) -> StepBytes:
         gathers=inside * gathered * param_nbytes,
         hop_1=setting.accumulation * inside * forward * setting.wire_nbytes,
         hop_2=(1 if setting.over_replicas else 2) * between * shard * setting.wire_nbytes,
-        refresh=between * shard * param_nbytes if setting.over_replicas else 0.0,
+        refresh=between * shard * setting.refresh_nbytes(param_nbytes) if setting.over_replicas else 0.0,
     )

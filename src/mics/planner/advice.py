@@ -78,6 +78,8 @@ def _arguments(setting: Setting) -> list[str]:
         found.append('optimizer_sharding="partition"')
     if setting.state_on_host:
         found.append('optimizer_state="host"')
+    if setting.lossless_refresh:
+        found.append('compression=mics.Compression(refresh="lossless")')
     if setting.prefetch is not None:
         found.append(f"prefetch={setting.prefetch}")
     return found

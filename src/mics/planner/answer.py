@@ -227,7 +227,14 @@ def as_dict(found: Answer) -> dict[str, Any]:
 
 def _system(name: str, choice: Choice) -> dict[str, Any]:
     """A system at its best."""
-    left_out = ("memory", "two_stage", "prefetch", "optimizer_sharding", "optimizer_state")
+    left_out = (
+        "memory",
+        "two_stage",
+        "prefetch",
+        "optimizer_sharding",
+        "optimizer_state",
+        "lossless_refresh",
+    )
     return {"about": SYSTEMS[name].about} | {
         key: value for key, value in _choice(choice).items() if key not in left_out
     }
@@ -256,6 +263,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "activations": str(setting.activations),
         "optimizer_sharding": "world" if setting.over_replicas else "partition",
         "optimizer_state": "host" if setting.state_on_host else "device",
+        "lossless_refresh": setting.lossless_refresh,
         "two_stage": setting.two_stage,
         "prefetch": setting.depth,
         "units_of_a_block": setting.model.parts,

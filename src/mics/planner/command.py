@@ -94,6 +94,8 @@ class PlanConfig:
     """Whose state is kept: AdamW in float32, or torchao's or bitsandbytes' AdamW8bit."""
     optimizer_state: Literal["device", "host"] = "device"
     """Where masters and optimizer state are between steps; host: 12 bytes per parameter less on the GPU."""
+    lossless_refresh: bool = False
+    """Send new parameters to the replicas as how far they have moved."""
     kernels: Kernels = "current"
     """Whose kernels compute. 2022: unfused attention and slower matrices, as in the published results."""
     memory_gib: float | None = None
@@ -242,6 +244,7 @@ def _request(
         memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
         kernels=config.kernels,
         state_on_host=config.optimizer_state == "host",
+        lossless_refresh=config.lossless_refresh,
     )
 
 

@@ -180,7 +180,7 @@ class Issuer:
         """New parameters of a unit for the other replicas."""
         setting = self.setting
         if unit.numel and self.spreads_masters and setting.num_replicas > 1:
-            nbytes = setting.param_nbytes * unit.numel / setting.partition_size
+            nbytes = setting.refresh_nbytes(setting.param_nbytes) * unit.numel / setting.partition_size
             price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
             self.refreshed[index] = self.program.transfer("replicas", f"new {unit.name}", price, [update])
 

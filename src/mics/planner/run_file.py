@@ -78,6 +78,8 @@ def _sharding(setting: Setting) -> dict[str, Any]:
     }
     if setting.state_on_host:
         found["optimizer_state"] = "host"
+    if setting.lossless_refresh:
+        found["lossless_refresh"] = True
     if setting.cluster.name in PRESETS:
         found["cluster"] = setting.cluster.name
     short = _SHORT[formats_of(setting.cluster.gpu)[0]]

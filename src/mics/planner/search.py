@@ -75,6 +75,7 @@ class Request:
     """Of one device; None: the cluster's."""
     kernels: Kernels = "current"
     state_on_host: bool = False
+    lossless_refresh: bool = False
 
     def __post_init__(self) -> None:
         divided_batch(AskedBatch(sequences=self.global_batch), self.model, self.cluster)
@@ -212,6 +213,7 @@ def _settings(
             prefetch=prefetch,
             fused=request.kernels == "current",
             state_on_host=request.state_on_host,
+            lossless_refresh=request.lossless_refresh,
         )
 
 

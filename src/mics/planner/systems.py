@@ -121,6 +121,7 @@ class SimulatedSystem:
             hierarchical=setting.hierarchical and not self.flat,
             prefetch=setting.prefetch if self.prefetch is None else self.prefetch,
             state_on_host=setting.state_on_host and self.style.spreads_masters,
+            lossless_refresh=setting.lossless_refresh and self.style.spreads_masters,
         )
 
     def need(self, setting: Setting) -> Terms:

@@ -93,6 +93,7 @@ def plan_run(config: TrainConfig) -> DryRun:
         wire_nbytes=_WIDTHS[config.sharding.reduce_dtype],
         over_replicas=config.sharding.optimizer_sharding != "partition",
         state_on_host=config.sharding.optimizer_state == "host",
+        lossless_refresh=config.sharding.lossless_refresh,
         prefetch=config.sharding.prefetch,
     )
     width = _WIDTHS.get(config.sharding.param_dtype, usual)
