@@ -6,6 +6,7 @@ As they are, or as how far each has moved (``comm/moves.py``): every replica has
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -85,6 +86,7 @@ class MovedValues:
         self._device = device
         self._rows = {unit.spec.index: row for row, unit in enumerate(filter(is_moved, units))}
         self._sent: dict[int, _Sent] = {}
+        self._replaced: list[_Sent] = []  # which a lane may still send
         self._needed = torch.zeros(len(self._rows), 2, dtype=torch.int32, device=device)
         self._found = self._host = self._needed
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
@@ -95,6 +97,13 @@ class MovedValues:
         # In place of values that would soon be no numbers any more, with which computing is faster.
         largest = max(unit.param_shard.numel() for unit in units)
         self._imagined = torch.zeros(largest, dtype=torch.int16, device=device) if imagined else None
+
+    def __del__(self) -> None:
+        """Let the computation wait for what lanes still do with this memory: others get it next."""
+        if self._device.type == "cuda":
+            for ticket in (self._told, self._last):
+                with suppress(Exception):  # the interpreter may be on its way out
+                    ticket.wait()
 
     @property
     def nbytes(self) -> int:
@@ -116,6 +125,7 @@ class MovedValues:
             sent.moves.encode(sent.wire, unit.own_params, new, self._needed[self._rows[unit.spec.index]])
             unit.own_params.copy_(new)
             self._pending.append(sent)
+        self._replaced = [sent for sent in self._replaced if sent.unit not in moved]
         self._tell(moved[0].groups)
 
     def send(self, units: Sequence[Unit]) -> None:
@@ -198,12 +208,11 @@ class MovedValues:
             _with_spare(room.num_bytes, needed.num_bytes), _with_spare(room.num_words, needed.num_words)
         )
         if index not in self._sent or wanted != room:
+            self._replaced.append(sent)
             self._sent[index] = self._make(sent.unit, wanted)
 
     def _make(self, unit: Unit, room: Room) -> _Sent:
         moves = Moves(unit.own_params.numel(), room)
-        # The lane may still send what was there.
-        self._last.wait()
         return _Sent(unit, moves, torch.zeros(moves.nbytes, dtype=torch.uint8, device=self._device))
 
 
