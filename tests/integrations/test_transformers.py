@@ -106,6 +106,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "compute_metrics": {"compute_metrics": _accuracy, "eval_strategy": "steps", "eval_steps": 4},
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
     "optim": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "adagrad": {"optim": "adagrad"},  # has state when it is built
     "lr_scheduler_type": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
     "average_tokens_across_devices": {
         "average_tokens_across_devices": True,

@@ -20,7 +20,7 @@ from accelerate.utils import (
     is_peft_model,
 )
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.api import clip_grad_norm_
@@ -159,12 +159,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _replace_params(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             stale = [param for param in group["params"] if param in self._replacements]
-            if any(param in optimizer.state for param in stale):
+            made = [optimizer.state[param] for param in stale if param in optimizer.state]
+            if made and (type(optimizer) is not Adagrad or any(state["step"] for state in made)):
                 raise SettingsError(
                     f"{type(optimizer).__name__}: expected an optimizer without state, found state of "
                     "parameters from before sharding; load its state after accelerator.prepare()"
                 )
             group["params"] = [self._replacements.get(param, param) for param in group["params"]]
+            if made:  # makes its state when it is built
+                for param in stale:
+                    optimizer.state.pop(param, None)
+                params = [self._replacements[param] for param in stale]
+                optimizer.state.update(Adagrad([{**group, "params": params}], **optimizer.defaults).state)
 
     # -- steps --------------------------------------------------------------------------------------
 
