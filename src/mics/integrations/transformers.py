@@ -81,6 +81,9 @@ class MicsTrainerMixin(_Base):
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Evaluate a batch; samples from the start that fill up the last one do not count in its loss."""
+        if getattr(self.args, "predict_with_generate", False):  # of Seq2SeqTrainer
+            given: dict[str, Any] = getattr(self, "_gen_kwargs", {})
+            self._gen_kwargs = {**given, "synced_gpus": True}  # all ranks go on until the last one has ended
         state = self.accelerator.gradient_state
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # TRL passes lists of prompts
         is_filled = self.accelerator.use_distributed and state.end_of_dataloader and state.remainder > 0
