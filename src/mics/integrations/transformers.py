@@ -58,6 +58,7 @@ class MicsTrainerMixin(_Base):
 
     def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
         self.mics_config = MicsConfig() if mics_config is None else mics_config
+        self._divides_by_items: bool | None = None  # a loss by num_items_in_batch: not known yet
         super().__init__(*args, **options)
         if hasattr(self, "_dist"):  # a trainer of TRL that generates
             from mics.integrations.trl import adopt_generation
@@ -79,6 +80,37 @@ class MicsTrainerMixin(_Base):
             loss: Tensor = super().training_step(model, *args, **options)
         return loss
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As in one process also where a model takes the number of tokens and does not divide by it.
+
+        The trainer multiplies the loss by the number of ranks for whoever takes it.
+        """
+        is_scaled = (
+            isinstance(num_items_in_batch, Tensor)
+            and self.args.average_tokens_across_devices
+            and self.model_accepts_loss_kwargs
+            and self.compute_loss_func is None
+            and getattr(super().compute_loss, "__func__", None) is Trainer.compute_loss
+        )
+        items: Any = num_items_in_batch
+        if is_scaled and self._divides_by_items is None and not self.args.torch_compile:
+            items = items.as_subclass(_Watched)
+            items.used = [False]
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=items)
+        if isinstance(items, _Watched):
+            self._divides_by_items = items.used[0]
+        if not is_scaled or self._divides_by_items is not False:
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = loss / self.accelerator.num_processes
+        return (loss, *outputs) if return_outputs else loss
+
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Evaluate a batch; samples from the start that fill up the last one do not count in its loss."""
         if getattr(self.args, "predict_with_generate", False):  # of Seq2SeqTrainer
@@ -89,6 +121,10 @@ class MicsTrainerMixin(_Base):
         is_filled = self.accelerator.use_distributed and state.end_of_dataloader and state.remainder > 0
         counts_tokens = self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
         if not (is_filled and counts_tokens and isinstance(labels, Tensor) and labels.dim() > 1):
+            return super().prediction_step(model, inputs, *args, **options)
+        if self._divides_by_items is None:
+            super().prediction_step(model, inputs, *args, **options)  # tells
+        if self._divides_by_items is False:  # no loss of a rank without a sample would be one
             return super().prediction_step(model, inputs, *args, **options)
         num_real = state.remainder - self.accelerator.process_index * len(labels)
         labels = labels.clone()
@@ -137,6 +173,27 @@ class MicsTrainerMixin(_Base):
 
 class MicsTrainer(MicsTrainerMixin, Trainer):
     """``transformers.Trainer`` that trains with mics."""
+
+
+class _Watched(Tensor):
+    """Notes that somebody computes with it; to look at it, to move and to cast it is nothing."""
+
+    used: list[bool]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        watched = next((arg for arg in args if isinstance(arg, cls)), None)
+        if func.__name__ in ("__get__", "is_floating_point", "is_complex", "dim", "size", "numel"):
+            return found
+        if func.__name__ in ("to", "detach", "clone") and watched is not None:
+            moved = found.as_subclass(cls)
+            moved.used = watched.used
+            return moved
+        if watched is not None:
+            watched.used[0] = True
+        return found
 
 
 def _check_arguments(args: TrainingArguments, model: Any) -> None:
