@@ -125,9 +125,10 @@ _POLICIES = {
     ("partition_size", "scenario"),
     [
         (2, "micro-steps"),
-        (2, "evaluation and failures"),
-        # Several forwards are in the tests below, too.
-        *(pytest.param(*p, marks=pytest.mark.full) for p in [(1, "micro-steps"), (2, "several forwards")]),
+        # All scenarios are in the tests below, too.
+        pytest.param(2, "evaluation and failures", marks=pytest.mark.full),
+        pytest.param(1, "micro-steps", marks=pytest.mark.full),
+        pytest.param(2, "several forwards", marks=pytest.mark.full),
     ],
 )
 def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None:
@@ -169,7 +170,7 @@ def test_units_inside_what_is_recomputed(
 def test_losses_with_frozen_units_in_front_are_equal_to_the_bit() -> None:
     """With replicas on two nodes and accumulation."""
     plain = _plain(4, 2, "frozen in front")
-    for name, policy in tiers.some(list(_POLICIES.items()), 2):
+    for name, policy in tiers.some(list(_POLICIES.items())):
         found = run_ranks(4, _losses, policy, 2, "frozen in front", ranks_per_node=2)
         assert found == plain, name
 

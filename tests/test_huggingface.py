@@ -14,6 +14,7 @@ from torch import nn
 import mics
 from mics.activations.policy import _warn_about_cache
 from mics.engine import engine_of
+from tests import tiers
 from tests.compare import SHARDINGS, assert_trains_like_plain
 from tests.ranks import run_ranks
 from tests.reference import Recipe, Tolerance, train_plain
@@ -129,7 +130,7 @@ def test_models_train_like_plain(build: Any) -> None:
     assert list(outcomes[0].state_dict) == list(plain.state_dict)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", tiers.first([False, True]))
 def test_gradient_checkpointing(reentrant: bool) -> None:
     """Their own switch for activation checkpointing, in both variants."""
     recipe = _recipe(partial(_checkpointed_gpt2, reentrant))
