@@ -271,6 +271,7 @@ def _num_planned(evaluate: bool) -> int:
     return engine_of(model).residency.arena.num_planned
 
 
+@pytest.mark.full
 def test_evaluations_move_nobody() -> None:
     """Homes are given once, and at most once more when the evaluation has settled."""
     assert run_ranks(2, _num_planned, False) == [1, 1]

@@ -184,9 +184,8 @@ def _with_activations(build: Any) -> list[tuple[list[float], int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "build", [*(pytest.param(build, marks=pytest.mark.full) for build in (_gpt2, _llama, _bert)), _t5]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("build", [_gpt2, _llama, _bert, _t5])
 def test_activations_are_recomputed_and_moved(build: Any) -> None:
     """The same bits, with masks and position tensors that all layers share, and an encoder's output."""
     for plain, recomputed, moved, all_moved in run_ranks(2, _with_activations, build):

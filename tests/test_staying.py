@@ -69,7 +69,7 @@ def _gathered_nbytes(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize(
     ("partition_size", "accumulation", "announced"),
-    tiers.first([(2, 3, True), (4, 3, False), (4, 1, True)], 1, 2),
+    tiers.first([(2, 2, True), (4, 3, False), (4, 1, True)], 1, 2),
 )
 def test_fewer_gathers_and_the_same_bits(partition_size: int, accumulation: int, announced: bool) -> None:
     found = [

@@ -41,7 +41,7 @@ from mics.planner.search import (
 from mics.planner.systems import SYSTEMS, Prediction, predict, predict_quickly
 from mics.planner.text import advice
 from mics.utils.picture_style import LIGHT
-from tests import pairwise
+from tests import tiers
 from tests.pictures import readable
 from tests.ranks import run_ranks
 
@@ -129,7 +129,9 @@ def _report(config: GPTConfig, partition_size: int) -> dict[str, tuple[int | Non
     }
 
 
-@pairwise.parametrize(strength=1, partition_size=[2, 4], tied=[False, True])
+@pytest.mark.parametrize(
+    ("partition_size", "tied"), tiers.first([(4, True), (2, False), (2, True), (4, False)])
+)
 def test_terms_are_those_of_a_real_run(partition_size: int, tied: bool) -> None:
     """The planner's from the shape alone, and the engine's own prediction, within 3% of the tensors."""
     config = replace(CONFIG, tie_weights=tied)
