@@ -1,15 +1,18 @@
-"""What every test shares: one thread per process, deterministic hypothesis, tiers, the rank pool's end."""
+"""What every test shares: one thread per process, deterministic hypothesis, tiers, the rank pool's end.
+
+torch is imported where tests run: the process that deals them out does without, and begins seconds earlier.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from tests import ranks, tiers
+from tests import tiers
 
 # Programs that tests start then compile mics once, not each of them for itself: half a second of a core.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -38,10 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.quick, tiers.long = config.getoption("--quick"), config.getoption("--long")
-    torch.set_num_threads(1)  # the references must use the kernels the ranks use
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)  # the references must use the kernels the ranks use
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)  # the longest begin first
     if tiers.quick:
         left_out = [item for item in items if item.get_closest_marker("full")]
@@ -81,4 +89,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    ranks.POOL.close()
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].POOL.close()

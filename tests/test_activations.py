@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -125,9 +126,10 @@ _POLICIES = {
     ("partition_size", "scenario"),
     [
         (2, "micro-steps"),
-        (2, "evaluation and failures"),
-        # Several forwards are in the tests below, too.
-        *(pytest.param(*p, marks=pytest.mark.full) for p in [(1, "micro-steps"), (2, "several forwards")]),
+        # All scenarios are in the tests below, too.
+        pytest.param(2, "evaluation and failures", marks=pytest.mark.full),
+        pytest.param(1, "micro-steps", marks=pytest.mark.full),
+        pytest.param(2, "several forwards", marks=pytest.mark.full),
     ],
 )
 def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None:
@@ -138,13 +140,14 @@ def test_losses_are_equal_to_the_bit(partition_size: int, scenario: str) -> None
         assert run_ranks(2, _losses, policy, partition_size, scenario) == plain, name
 
 
-@pairwise.parametrize(
-    strength=1,
-    full_strength=2,
-    prefetch=["auto", 1],  # first: four cases have them all
-    scenario=["micro-steps", "several forwards", "evaluation and failures", "frozen in front"],
-    offload=[False, True],
-    low_memory=[False, True],
+_SCENARIOS = ["micro-steps", "evaluation and failures", "several forwards", "frozen in front"]
+_GRID = list(product(["auto", 1], _SCENARIOS, [False, True], [False, True]))
+_FIRST = [("auto", "micro-steps", False, False), (1, "evaluation and failures", True, True)]
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "scenario", "offload", "low_memory"),
+    tiers.first([*_FIRST, *(row for i in pairwise.cover(_GRID) if (row := _GRID[i]) not in _FIRST)], 2),
 )
 def test_units_inside_what_is_recomputed(
     prefetch: int | str, scenario: str, offload: bool, low_memory: bool
@@ -169,7 +172,7 @@ def test_units_inside_what_is_recomputed(
 def test_losses_with_frozen_units_in_front_are_equal_to_the_bit() -> None:
     """With replicas on two nodes and accumulation."""
     plain = _plain(4, 2, "frozen in front")
-    for name, policy in tiers.some(list(_POLICIES.items()), 2):
+    for name, policy in tiers.some(list(_POLICIES.items())):
         found = run_ranks(4, _losses, policy, 2, "frozen in front", ranks_per_node=2)
         assert found == plain, name
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mics
 from mics.engine import engine_of
 from mics.models.gpt import GPT, GPTConfig
-from tests import pairwise
+from tests import pairwise, tiers
 from tests.ranks import run_expecting_error, run_ranks
 
 _SHAPE = GPTConfig(num_layers=6, num_heads=2, hidden_size=16, vocab_size=32, seq_len=8, tie_weights=False)
@@ -251,7 +251,7 @@ def _doubled_losses(sharded: bool, keep: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", tiers.first([True, False]))
 def test_ranks_decide_alike_whatever_they_hold(keep: bool) -> None:
     """One rank keeps graphs alive, orders change, weights are used by others: losses of plain training."""
     plain = run_ranks(2, _doubled_losses, False, keep)
@@ -271,6 +271,7 @@ def _num_planned(evaluate: bool) -> int:
     return engine_of(model).residency.arena.num_planned
 
 
+@pytest.mark.full
 def test_evaluations_move_nobody() -> None:
     """Homes are given once, and at most once more when the evaluation has settled."""
     assert run_ranks(2, _num_planned, False) == [1, 1]
@@ -307,6 +308,7 @@ def _offloaded(low_memory: bool) -> tuple[list[float], int]:
     return losses, sum(unit.whole.at_home for unit in engine.units)
 
 
+@pytest.mark.full
 def test_homes_and_offload_go_together() -> None:
     """The same bits in low memory, where the loss may have the arena's memory."""
     found = [run_ranks(4, _offloaded, low_memory, ranks_per_node=2) for low_memory in (False, True)]

@@ -169,7 +169,9 @@ def test_equal_replicas_pass_and_nothing_else_changes(
         assert nbytes == num_audits * audit_nbytes
 
 
-@pairwise.parametrize(world_size=[3, 4], bf16=[False, True], optimizer_sharding=["world", "partition"])
+@pairwise.parametrize(
+    strength=1, world_size=[3, 4], bf16=[False, True], optimizer_sharding=["world", "partition"]
+)
 def test_the_rank_and_the_unit_are_named(world_size: int, bf16: bool, optimizer_sharding: str) -> None:
     """Three or four replicas, one bit: all ranks say which rank, which unit, which step."""
     errors = run_expecting_error(

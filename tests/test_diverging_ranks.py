@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import toys
+from tests import tiers, toys
 from tests.ranks import Answer, RankPool, run_ranks
 
 TIMEOUT_S = 3.0
@@ -148,7 +148,7 @@ def _check(answers: list[Answer], *said: str, texts: dict[int, str] | None = Non
             assert part in message, message
 
 
-@pytest.mark.parametrize("partition_size", [pytest.param(1, marks=pytest.mark.full), 2, 4])
+@pytest.mark.parametrize("partition_size", tiers.first([2, 1, 4]))
 def test_layerdrop_by_rank(pool: RankPool, partition_size: int) -> None:
     """Ranks that leave out different layers: both units are named, where they are gathered or reduced."""
     verb = "reduce" if partition_size == 1 else "gather"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import toys
+from tests import tiers, toys
 from tests.ranks import RankPool, run_ranks
 
 TIMEOUT_S = 5.0
@@ -21,6 +21,7 @@ def _train_until_death(victim: int, how: str, moment: str, partition_size: int) 
     """Train; rank `victim` ends in its third step, at `moment`."""
     import mics
 
+    mics.comm.liveness._BEAT_SECONDS = 0.2
     torch.manual_seed(0)
     model = mics.shard(toys.Chain(), partition_size=partition_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -51,11 +52,7 @@ def _end(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "moment", "victim", "partition_size"),
-    [
-        pytest.param("kill", "forward", 1, 2, marks=pytest.mark.full),
-        pytest.param("exit", "backward", 2, 4, marks=pytest.mark.full),
-        ("kill", "boundary", 3, 1),
-    ],
+    tiers.first([("kill", "boundary", 3, 1), ("exit", "backward", 2, 4), ("kill", "forward", 1, 2)], 1, 2),
 )
 def test_a_dead_rank_is_named(how: str, moment: str, victim: int, partition_size: int) -> None:
     """Killed or exited, in any phase: every survivor raises, naming the rank and the collective."""
@@ -97,6 +94,7 @@ def _stop_before(victim: int) -> None:
     """Rank `victim` stops (SIGSTOP) before its second forward: alive, but silent."""
     import mics
 
+    mics.comm.liveness._BEAT_SECONDS = 0.2
     model = mics.shard(toys.Chain(), partition_size=2)
     rank = dist.get_rank()
     for step in range(3):

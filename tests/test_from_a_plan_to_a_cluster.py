@@ -1,7 +1,8 @@
 """The guide's commands: a model on two hosts of two ranks under Slurm, and with `--long` another.
 
-They are those of the page, but for fewer tokens and a shorter measurement. The first model loses a node.
-`transformers` load the results.
+They are those of the page, but for fewer tokens and a shorter measurement; and only with `--long` a doctor
+looks at the hosts first, as in `doctor/test_on_hosts.py`. The first model loses a node. `transformers` load
+the results.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.train.host_runs import ENVIRONMENT, cluster_name, losses, reference_l
 __all__ = ["cluster_name", "slurm"]  # fixtures
 
 _PAGE: Final = "docs/from-a-plan-to-a-cluster.md"
-_SHORTER: Final = {"--tokens 200k": "--tokens 120k", "--max-seconds 20": "--max-seconds 6"}
+_SHORTER: Final = {"--tokens 200k": "--tokens 120k", "--max-seconds 20": "--max-seconds 3"}
 
 
 def _commands() -> list[str]:
@@ -47,21 +48,25 @@ def test_the_page(cluster_name: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "slurm").mkdir()
     llama = tmp_path / "runs" / "llama-tiny"
+    environment = {**ENVIRONMENT, "DOCTOR": "yes" if tiers.long else "no"}
     with (
         NamespaceCluster(3, "1gbit", name=cluster_name) as cluster,
         SlurmCluster(cluster, tmp_path / "slurm", gpus=2) as slurm,
     ):
         for command in commands:
-            running = slurm.start("bash", "-c", command, cwd=tmp_path, env=ENVIRONMENT)
+            running = slurm.start("bash", "-c", command, cwd=tmp_path, env=environment)
             if command.endswith("slurm.sbatch run.yaml"):
                 slurm.wait_for("a checkpoint", (llama / "checkpoints" / "latest").exists, timeout_s=400)
                 slurm.kill_host(2)
                 slurm.wait_for("the requeue", lambda: "PD" in slurm.call("squeue", "-ho%t"), timeout_s=300)
                 slurm.start_node(2)
+                slurm.wait_for(
+                    "the restart",
+                    lambda: "Restarts=1" in slurm.call("scontrol", "show", "jobs"),
+                    timeout_s=300,
+                )
             output = running.communicate(timeout=600)[0]
             assert running.returncode == 0, f"{command}\n{output}\n{_printed(tmp_path)}"
-            if command.endswith("slurm.sbatch run.yaml"):
-                assert "Restarts=1" in slurm.call("scontrol", "show", "jobs")
     assert "going on from runs/llama-tiny/checkpoints/step-" in _printed(tmp_path)
     assert losses(llama) == reference_losses(tmp_path, num_ranks=4, ranks_per_node=2, name="llama-tiny")
     names = [folder.name for folder in sorted((tmp_path / "runs").iterdir())]

@@ -34,6 +34,7 @@ from mics.fsdp import (
     set_state_dict,
 )
 from mics.fsdp.waiting import find_root
+from tests import tiers
 from tests.ranks import run_ranks
 
 WORLD, WIDTH, WORDS, LENGTH, ROWS = 4, 16, 24, 6, 2
@@ -285,14 +286,14 @@ def example(
     return losses, norms
 
 
-_CASES = [(2, 3, OfTorch), (4, 1, ByHand)]
+_CASES = [(2, 3, OfTorch), (1, 3, OfTorch), (4, 1, ByHand), (2, 3, OfMics)]
 _REST = [case for case in product((1, 2, 4), (1, 3), (OfTorch,)) if case not in _CASES]
-_REST += [(1, 1, ByHand), (2, 3, ByHand), (2, 3, OfMics), (4, 1, OfMics)]
+_REST += [(1, 1, ByHand), (2, 3, ByHand), (4, 1, OfMics)]
 
 
 @pytest.mark.parametrize(
     ("partition_size", "accumulation", "states"),
-    [*_CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in _REST)],
+    tiers.first([*_CASES, *_REST], 1, len(_CASES)),
 )
 def test_the_examples_program(
     partition_size: int, accumulation: int, states: type[OfMics], tmp_path: Path
@@ -334,7 +335,7 @@ def train_astray(partition_size: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("partition_size", [2, *(pytest.param(p, marks=pytest.mark.full) for p in (1, 4))])
+@pytest.mark.parametrize("partition_size", tiers.first([2, 1, 4], 0, 1))
 def test_gradients_are_right_whatever_is_said(partition_size: int) -> None:
     """A micro-step that nobody announced, or that was announced too early, costs time alone."""
     for found in run_ranks(WORLD, train_astray, partition_size):
@@ -375,6 +376,7 @@ def train_with_factor(factor: float) -> Any:
     return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 1, range(4))
 
 
+@pytest.mark.full
 def test_gradients_divided_by_another_number() -> None:
     for found in run_ranks(WORLD, train_with_factor, 1.5):
         assert_like_one_process(found, plain(1, factor=1.5))
@@ -586,11 +588,9 @@ def train_by(kind: str) -> Any:
     return train(trained, optimizer, 1, range(4), "")
 
 
-_KINDS = ["nested", "wrapped", "method"]
-_MORE_KINDS = ["loaded", "initialised", "alone", "added"]
-
-
-@pytest.mark.parametrize("kind", [*_KINDS, *(pytest.param(k, marks=pytest.mark.full) for k in _MORE_KINDS)])
+@pytest.mark.parametrize(
+    "kind", tiers.first(["nested", "wrapped", "method", "loaded", "added", "initialised", "alone"], 1, 5)
+)
 def test_the_outermost_module_is_the_root(kind: str) -> None:
     """However the modules were recorded, and whoever takes the parameters first."""
     for found in run_ranks(WORLD, train_by, kind):
@@ -676,9 +676,7 @@ def train_tied(kind: str, ranks: list[int] | None) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize(
-    "kind", ["head", *(pytest.param(k, marks=pytest.mark.full) for k in ("parameter", "module"))]
-)
+@pytest.mark.parametrize("kind", tiers.first(["head", "parameter", "module"], 0, 2))
 def test_shared_parameters(kind: str) -> None:
     """Of modules in one unit or in several; state dicts amid a step change nothing."""
     expected = train_tied(kind, list(range(WORLD)))

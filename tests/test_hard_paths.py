@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mics
 from mics.errors import SettingsError
-from tests import toys
+from tests import tiers, toys
 from tests.ranks import run_expecting_error, run_ranks
 
 WORLD_SIZE = 4
@@ -87,7 +87,10 @@ def _on_mesh(rows: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize(
-    "rows", [[[3, 1], [2, 0]], [[2, 3], [0, 1]], [[1], [0], [3], [2]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]]
+    "rows",
+    tiers.first(
+        [[[3, 1], [2, 0]], [[1], [0], [3], [2]], [[2, 3], [0, 1]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]], 2
+    ),
 )
 def test_meshes_in_any_order(rows: list[list[int]]) -> None:
     """Rows and columns of a mesh may list ranks in any order."""
@@ -126,7 +129,7 @@ def _scale_and_accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 
 @pytest.mark.parametrize("update", [_evaluate_then_step, _clamp_gradients, _scale_and_accumulate])
-@pytest.mark.parametrize("leaf_inputs", [False, True])
+@pytest.mark.parametrize("leaf_inputs", tiers.first([True, False]))
 def test_odd_loops_equal_plain_training(update: Update, leaf_inputs: bool) -> None:
     """Evaluation between backward and step, gradients that the user puts in place of ours, leaf inputs."""
     kwargs = {"leaf_inputs": leaf_inputs, "partition_size": 2}

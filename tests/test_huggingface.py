@@ -14,6 +14,7 @@ from torch import nn
 import mics
 from mics.activations.policy import _warn_about_cache
 from mics.engine import engine_of
+from tests import tiers
 from tests.compare import SHARDINGS, assert_trains_like_plain
 from tests.ranks import run_ranks
 from tests.reference import Recipe, Tolerance, train_plain
@@ -129,7 +130,7 @@ def test_models_train_like_plain(build: Any) -> None:
     assert list(outcomes[0].state_dict) == list(plain.state_dict)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", tiers.first([False, True]))
 def test_gradient_checkpointing(reentrant: bool) -> None:
     """Their own switch for activation checkpointing, in both variants."""
     recipe = _recipe(partial(_checkpointed_gpt2, reentrant))
@@ -183,9 +184,8 @@ def _with_activations(build: Any) -> list[tuple[list[float], int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "build", [*(pytest.param(build, marks=pytest.mark.full) for build in (_gpt2, _llama, _bert)), _t5]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("build", [_gpt2, _llama, _bert, _t5])
 def test_activations_are_recomputed_and_moved(build: Any) -> None:
     """The same bits, with masks and position tensors that all layers share, and an encoder's output."""
     for plain, recomputed, moved, all_moved in run_ranks(2, _with_activations, build):

@@ -241,7 +241,7 @@ def _train_with_habits(
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_habits_give_the_same_bits(world_size: int) -> None:
     """With one replica and two, also where gradients get memory that others have written to."""
-    habits = tiers.some(_HABITS, 4)
+    habits = tiers.some(_HABITS, 2)
     plain, low_memory = (
         run_ranks(world_size, _train_with_habits, low_memory, 2, habits) for low_memory in (False, True)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from mics.choices import Choices
 from mics.cost.clusters import find_cluster
 from mics.engine import engine_of
 from mics.models import GPT, GPTConfig
-from tests import pairwise
+from tests import pairwise, tiers
 from tests.ranks import run_ranks
 
 
@@ -239,10 +240,9 @@ def _nested_arena(prefetch: int, activations: mics.Activations | None) -> tuple[
     return term.predicted, term.measured
 
 
-@pairwise.parametrize(
-    strength=1,
-    prefetch=[1, 2],
-    activations=[None, mics.Activations(), mics.Activations(checkpoint=Nested)],
+@pytest.mark.parametrize(
+    ("prefetch", "activations"),
+    tiers.first(list(product([2, 1], [mics.Activations(checkpoint=Nested), mics.Activations(), None]))),
 )
 def test_gathered_units_inside_others(prefetch: int, activations: mics.Activations | None) -> None:
     """The outer one is there as long as they are; what is recomputed is gathered for that, too."""

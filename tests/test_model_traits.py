@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import pairwise, toys
+from tests import pairwise, tiers, toys
 from tests.compare import SHARDINGS, assert_trains_like_plain
 from tests.ranks import run_ranks
 from tests.reference import SEED, Recipe, Sharding, Tolerance, sgd, train_sharded
@@ -30,20 +30,19 @@ def _recipe(build: Any, **options: Any) -> Recipe:
 @pytest.mark.parametrize(
     "build",
     [
-        toys.Chain,
         toys.LoRA,
-        toys.FrozenMiddle,
         toys.CalledTwice,
         toys.MixedDtypes,
         toys.NoParameters,
-        toys.Recurrent,
         toys.Parametrized,
-        toys.Objects,
         toys.Nothing,
         toys.SkipConnections,
         toys.InPlace,
-        toys.InputUntouched,
         toys.ReturnsParameters,
+        *(
+            pytest.param(build, marks=pytest.mark.full)
+            for build in (toys.Chain, toys.FrozenMiddle, toys.Recurrent, toys.Objects, toys.InputUntouched)
+        ),
     ],
 )
 def test_models_of_every_make(build: type[nn.Module]) -> None:
@@ -94,7 +93,7 @@ def test_parameters_unused_on_some_ranks() -> None:
     assert_trains_like_plain(_recipe(toys.Branches, batch=toys.which_by_rank, num_steps=4))
 
 
-@pytest.mark.parametrize("batch", [toys.skip_by_step, toys.skip_by_micro])
+@pytest.mark.parametrize("batch", tiers.first([toys.skip_by_micro, toys.skip_by_step]))
 def test_units_left_out_of_a_step(batch: Any) -> None:
     """Whole units that are not called: in a whole step, or in one of its micro-steps."""
     assert_trains_like_plain(_recipe(toys.SkippedBlock, batch=batch, num_steps=4))
@@ -113,10 +112,16 @@ def test_several_forwards_before_one_backward() -> None:
     assert_trains_like_plain(_recipe(toys.Chain, loss=toys.two_forwards))
 
 
-@pairwise.parametrize(
-    strength=1,
-    model=[(toys.Plain, toys.two_backwards), (toys.Chain, toys.three_losses)],
-    accumulation=[1, 2],
+@pytest.mark.parametrize(
+    ("model", "accumulation"),
+    tiers.first(
+        [
+            ((toys.Chain, toys.three_losses), 2),
+            ((toys.Plain, toys.two_backwards), 1),
+            ((toys.Plain, toys.two_backwards), 2),
+            ((toys.Chain, toys.three_losses), 1),
+        ]
+    ),
 )
 def test_several_backwards_in_one_micro_step(model: tuple[Any, Any], accumulation: int) -> None:
     """More backwards than micro-steps, also after an announced hop 2: everything is counted once."""
@@ -185,7 +190,7 @@ def test_activation_checkpointing(build: Any, reentrant: bool) -> None:
         pytest.param((toys.Stage,), marks=pytest.mark.full),
         pytest.param((toys.Block,), marks=pytest.mark.full),
         pytest.param((nn.Linear,), marks=pytest.mark.full),
-        (nn.Linear, toys.Nested),
+        pytest.param((nn.Linear, toys.Nested), marks=pytest.mark.full),
     ],
 )
 def test_nested_units(units: tuple[type[nn.Module], ...]) -> None:
@@ -210,7 +215,7 @@ def test_weights_used_without_calling_their_module() -> None:
     assert_trains_like_plain(recipe, tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("low_memory", tiers.first([False, True]))
 def test_weights_read_before_their_module_is_called(low_memory: bool) -> None:
     """Nobody sees when the last use of such a weight is over: not before the forward, or the backward, is."""
     assert_trains_like_plain(
@@ -223,6 +228,7 @@ def test_auxiliary_losses_on_attributes() -> None:
     assert_trains_like_plain(_recipe(toys.Experts, loss=toys.with_aux_losses), tolerance=ROUNDING)
 
 
+@pytest.mark.full
 def test_double_precision() -> None:
     """A float64 model keeps float64 masters, gradients and sums."""
     recipe = _recipe(partial(_as_double, toys.Plain), loss=_double_loss)

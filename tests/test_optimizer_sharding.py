@@ -197,7 +197,8 @@ def test_training_is_that_of_what_was_chosen_and_loads_both_ways(slow: str, tmp_
         assert torch.equal(ours[2], theirs[2])
     for ours, theirs in zip(found["auto"], found["world"], strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-2), "bfloat16 on the wire"
-    for saved, loaded in tiers.some([("world", "auto"), ("auto", "world"), ("auto", "partition")]):
+    loads = [("auto", "world"), ("world", "auto"), ("auto", "partition")]
+    for saved, loaded in loads if tiers.long else loads[:1]:
         after = run_ranks(4, _train, slow, loaded, folders[saved], True, ranks_per_node=2)
         again = run_ranks(4, _train, slow, saved, folders[saved], True, ranks_per_node=2)
         for ours, theirs in zip(after, again, strict=True):

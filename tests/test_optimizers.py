@@ -51,10 +51,8 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("Rprop", {"lr": 0.01}),
 ]
 _QUICK = {
-    ("SGD", "lr", "momentum", "nesterov", "foreach"),
     ("SGD", "lr", "momentum", "fused"),
     ("Adam", "lr", "amsgrad", "maximize"),
-    ("AdamW", "lr"),
 }
 
 

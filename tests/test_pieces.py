@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mics
 from mics.errors import MicsError, SettingsError
-from tests import toys
+from tests import tiers, toys
 from tests.ranks import run_ranks
 from tests.reference import sgd
 from tests.test_user_habits import Run, _assert_same, _loss
@@ -70,7 +70,7 @@ class _Penalised:
     "name",
     [
         pytest.param(name, marks=pytest.mark.full)
-        if name in ("squares", "magnitudes", "means", "distance")
+        if name in ("squares", "magnitudes", "means", "distance", "anchors", "one parameter")
         else name
         for name in PENALTIES
     ],
@@ -341,23 +341,24 @@ def _assigned_and_held(run: Run) -> list[Any]:
 
 SCRIPTS = [
     _assigned_and_held,
-    _assigned_and_scaled,
     _gradients_kept,
     _swapped_weights,
-    _whole_operands,
     _learned_weight,
     _frozen_later,
     _average_by_lerp,
-    _average_by_data,
-    _averaged_model,
     _written_whole,
     _clipped_by_torch,
+    # These in `make test-all`.
+    _assigned_and_scaled,
+    _whole_operands,
+    _average_by_data,
+    _averaged_model,
     _best_so_far,
     _logged_in_hooks,
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=[s.__name__.strip("_") for s in SCRIPTS])
+@pytest.mark.parametrize("script", tiers.first(SCRIPTS, 8), ids=[s.__name__.strip("_") for s in SCRIPTS])
 def test_programs_with_pieces(script: Callable[[Run], list[Any]]) -> None:
     """See the script's docstring; sharded three ways, each ends where plain training ends."""
     _assert_same(script)

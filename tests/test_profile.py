@@ -301,8 +301,8 @@ def test_an_emulated_network_is_seen_as_the_emulator_clocks_it() -> None:
     cluster = find_cluster("p4d.24xlarge:2")
     slow = replace(
         cluster,
-        inter=replace(cluster.inter, bandwidth=4e5),
-        intra=replace(cluster.intra, bandwidth=4e6),
+        inter=replace(cluster.inter, bandwidth=8e5),
+        intra=replace(cluster.intra, bandwidth=8e6),
     )
     with mics.emulate(slow) as emulation:
         model = mics.shard(GPT(SMALL), partition_size=8, prefetch=0)
@@ -321,6 +321,7 @@ def test_an_emulated_network_is_seen_as_the_emulator_clocks_it() -> None:
         assert 0.97 * blocked < times.exposed < 1.1 * blocked
 
 
+@pytest.mark.full
 def test_the_first_step_waits_for_the_refresh_before_it() -> None:
     cluster = find_cluster("p4d.24xlarge:2")
     slow = replace(cluster, inter=replace(cluster.inter, bandwidth=4e5))

@@ -60,6 +60,7 @@ def test_a_name_that_is_not_there() -> None:
         mics.shart  # noqa: B018
 
 
+@pytest.mark.full
 def test_plain_torch_finds_the_emulator() -> None:
     """By its backend's name, in a process that has imported mics alone."""
     program = (

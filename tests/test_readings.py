@@ -137,10 +137,10 @@ def _same(found: Any, expected: Any) -> bool:
 def test_every_reading_is_right_or_refused(partition_size: int, optimizer_sharding: Any) -> None:
     """Readings of parameters, gradients, state dict entries and lists of them: no rank's own numbers.
 
-    `make test-all` reads all parameters where there are pieces and replicas, else one after the other.
+    `--long` makes each reading of all parameters, else of one after the other.
     """
-    in_turn = tiers.quick or (partition_size != 2 and not tiers.long)
-    for count, wrong in run_ranks(4, read_all, partition_size, optimizer_sharding, "cpu", in_turn):
+    args = (partition_size, optimizer_sharding, "cpu", not tiers.long)
+    for count, wrong in run_ranks(4, read_all, *args):
         assert not wrong
         assert count >= NUM_READINGS
 

@@ -84,6 +84,7 @@ def _messages() -> str:
     return "\n".join(found)
 
 
+@pytest.mark.full
 def test_quoted_messages_are_those_of_the_source() -> None:
     """Each message in docs/errors.md is one string of the source; `...` stands for what is filled in."""
     quoted = re.findall(r"^- (.+)<br>$", (_DOCS / "errors.md").read_text(), re.MULTILINE)

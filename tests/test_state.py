@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests import toys
+from tests import pairwise, toys
 from tests.ranks import run_expecting_error, run_ranks
 from tests.reference import adamw
 
@@ -253,9 +253,12 @@ def _load(how: str, optimizer_sharding: str, bf16: bool) -> tuple[dict[str, Any]
     return mics.full_state_dict(model, rank0_only=False), loss, loss
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("optimizer_sharding", ["world", "partition"])
-@pytest.mark.parametrize("how", ["load_state_dict", "everybody", "rank 0"])
+@pairwise.parametrize(
+    strength=1,
+    how=["load_state_dict", "everybody", "rank 0"],
+    optimizer_sharding=["world", "partition"],
+    bf16=[False, True],
+)
 def test_a_full_state_dict_loads(how: str, optimizer_sharding: str, bf16: bool) -> None:
     """Loaded three ways: the model then holds the values and computes with them on every rank."""
     expected = _plain()

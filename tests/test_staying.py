@@ -13,6 +13,7 @@ from mics.cost.clusters import find_cluster
 from mics.engine import engine_of
 from mics.layout.order import Prefetch, make_plan, staying_units
 from mics.models.gpt import GPT, GPTConfig
+from tests import tiers
 from tests.ranks import run_ranks
 
 _SHAPE = GPTConfig(num_layers=4, num_heads=2, hidden_size=32, vocab_size=64, seq_len=8)
@@ -68,11 +69,7 @@ def _gathered_nbytes(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize(
     ("partition_size", "accumulation", "announced"),
-    [
-        (2, 3, True),
-        pytest.param(4, 3, False, marks=pytest.mark.full),
-        pytest.param(4, 1, True, marks=pytest.mark.full),
-    ],
+    tiers.first([(2, 2, True), (4, 3, False), (4, 1, True)], 1, 2),
 )
 def test_fewer_gathers_and_the_same_bits(partition_size: int, accumulation: int, announced: bool) -> None:
     found = [
@@ -108,7 +105,7 @@ def _several_orders(stay_nbytes: int) -> tuple[list[float], int]:
     model = mics.shard(_Branching(), partition_size=2, prefetch=Prefetch(units=1, stay_nbytes=stay_nbytes))
     orders = [range(8), range(4), range(4, 8), (0, 2, 4, 6), (1, 3, 5, 7), (0, 7)]
     losses = []
-    for step in range(50):
+    for step in range(28):  # four times all orders
         loss = model(torch.arange(16), orders[step % 7 % 6])
         loss.backward()
         losses.append(loss.item())
@@ -173,7 +170,7 @@ def _edited(edit: str, *, sharded: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("edit", ["data", "no_grad"])
+@pytest.mark.parametrize("edit", tiers.first(["data", "no_grad"]))
 def test_edits_are_seen(edit: str) -> None:
     """One partition group, where ``.data`` counts too."""
     plain = run_ranks(1, _edited, edit, kwargs={"sharded": False})
@@ -316,7 +313,8 @@ def _ahead(memory_nbytes: list[float], low_memory: bool) -> tuple[int, int | Non
     return prefetch.units, prefetch.nbytes
 
 
-@pytest.mark.parametrize("low_memory", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("low_memory", [False, True])
 def test_auto_looks_no_further_ahead_than_memory_is_left(low_memory: bool) -> None:
     """Beside one unit, which has been there, and the optimizer's state, which is to come. For all ranks."""
     block = 12 * 256 * 256 * 4 + 4096  # bytes, with norms

@@ -12,6 +12,7 @@ from mics.cost.setting import Setting
 from mics.cost.shapes import shape_of_config
 from mics.cost.step_bytes import step_bytes
 from mics.models import GPT, GPTConfig
+from tests import tiers
 from tests.ranks import run_ranks
 
 _SHAPE = GPTConfig(num_layers=3, num_heads=2, hidden_size=64, vocab_size=256, seq_len=16)
@@ -48,7 +49,9 @@ def _sent(partition_size: int, over_replicas: bool) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize(("partition_size", "over_replicas"), [(2, True), (2, False), (1, True), (4, True)])
+@pytest.mark.parametrize(
+    ("partition_size", "over_replicas"), tiers.first([(2, True), (2, False), (1, True), (4, True)], 2)
+)
 def test_a_step_sends_what_arithmetic_says(partition_size: int, over_replicas: bool) -> None:
     sent = run_ranks(4, _sent, partition_size, over_replicas, ranks_per_node=2)[0]
     setting = Setting(

@@ -127,7 +127,7 @@ def test_a_default_device_of_no_use(tmp_path: Path, partition_size: int) -> None
     [
         (torch.float32, torch.bfloat16),
         pytest.param(torch.float32, torch.float64, marks=pytest.mark.full),
-        (torch.float64, torch.float64),
+        pytest.param(torch.float64, torch.float64, marks=pytest.mark.full),
         pytest.param(torch.float64, torch.bfloat16, marks=pytest.mark.full),
     ],
     ids=lambda dtype: str(dtype).removeprefix("torch."),

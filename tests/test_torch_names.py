@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -169,6 +170,7 @@ def _told(names: Places) -> str:
     return "\n".join(f"  {name}  ({', '.join(sorted(names[name]))})" for name in sorted(names))
 
 
+@pytest.mark.full
 def test_every_name_of_torch_is_there() -> None:
     """Imports, dotted names and private attributes that src/, tests/ and benchmarks/ use, all at once."""
     sources, holders = _sources(), _holders()

@@ -143,6 +143,7 @@ def _hop_2(
 
 
 @pairwise.parametrize(
+    full_strength=3,
     partition_size=[1, 2, 4],
     optimizer_sharding=["world", "partition"],
     announced=[True, False],
@@ -177,7 +178,10 @@ def test_calls_and_bytes_equal_the_formula(
         assert where.get(hop_2, 0) == (NUM_BLOCKS if num_replicas > 1 else 0)
 
 
-@pairwise.parametrize(strength=1, partition_size=[1, 2, 4], announced=[True, False])
+@pytest.mark.parametrize(
+    ("partition_size", "announced"),
+    tiers.first([(2, True), (1, False), (4, True), (1, True), (2, False), (4, False)], 1, 3),
+)
 def test_prefetch_moves_nothing_more(partition_size: int, announced: bool) -> None:
     """A whole optimizer step makes the same calls and sends the same bytes with prefetch as without.
 
@@ -201,17 +205,17 @@ def test_prefetch_moves_nothing_more(partition_size: int, announced: bool) -> No
 
 
 def test_hop_two_is_independent_of_accumulation() -> None:
-    """One, two or five micro-steps: the replication axis sees the same calls and bytes."""
+    """One micro-step or three: the replication axis sees the same calls and bytes."""
     for announced in tiers.some([True, False]):
         seen = []
-        for accumulation in (1, 2, 5):
+        for accumulation in (1, 3):
             phases = run_ranks(4, _phases, 2, "world", accumulation, announced, False, False)[0]
             calls, _, nbytes = _total(*phases.values())
             seen.append((_along("replication", calls), nbytes))
-        assert seen[0] == seen[1] == seen[2] == _hop_2("world", 2, 2, FP32)
+        assert seen[0] == seen[1] == _hop_2("world", 2, 2, FP32)
 
 
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("announced", tiers.first([True, False]))
 def test_clipping_is_one_all_reduce(announced: bool) -> None:
     """Clipping adds one all-reduce over the world to the same step without clipping."""
     with_clip = run_ranks(4, _phases, 2, "world", 2, announced, False, True)

@@ -56,7 +56,7 @@ TIMEOUT_S = 60.0
 
 # By number of ranks: the pool keeps its process group while that stays the same.
 SHAPES = sorted(((n, k) for n in range(1, 5) for k in range(1, 5)), key=lambda shape: shape[0] * shape[1])
-_FULL = {(1, 2), (2, 1), (1, 3), (3, 1), (3, 4), (4, 3)}
+_FULL = {(1, 2), (2, 1), (1, 3), (3, 1), (2, 3), (3, 2), (3, 4), (4, 3), (4, 4)}
 """Left to `make test-all`: each number of nodes and of ranks on one is in others."""
 
 

@@ -18,12 +18,14 @@ from typing import Self
 from benchmarks.cluster.network import ClusterError, NamespaceCluster, namespace_pids
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "unshare")
+# A requeued job waits until the credentials of its first life have expired. `sbatch --wait` asks every 2 s
+# where finished jobs are forgotten soon, else every 32 s.
 _CONFIG = """\
 ClusterName=mics
 SlurmctldHost=host0({controller})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=30
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -31,7 +33,8 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdParameters=config_overrides
-SlurmdTimeout=20
+SlurmdTimeout=10
+MinJobAge=5
 MessageTimeout=60
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

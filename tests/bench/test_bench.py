@@ -393,6 +393,7 @@ def test_a_step_that_waits_for_the_host_says_so() -> None:
     assert any("mics waits for the host of this machine" in line for line in verdict([there]))
 
 
+@pytest.mark.full
 def test_calls_together_are_rows_of_each(tmp_path: Path) -> None:
     """One process makes the runs of two calls: a whole model, and one that is scaled from two depths."""
     common = ["--model", "gpt-tiny", "--cluster", "p4d.24xlarge:2", "--device", "cpu", "--repeats", "1"]

@@ -125,6 +125,7 @@ def test_a_clock_is_of_the_models_own_work() -> None:
     assert StepWork.of(shallow, "v100") == StepWork.of(JOB, "v100")
 
 
+@pytest.mark.full
 def test_clocks_are_measured_in_a_process_of_their_own() -> None:
     """Equal work once, so that every system has the same clock."""
     first, second = measure_clocks([(JOB, "a100"), (replace(JOB, partition_size=4), "a100")])

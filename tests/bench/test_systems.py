@@ -96,6 +96,7 @@ def test_systems_equal_training_in_one_process(job: Job) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long  # the same systems in float32 are above
 def test_systems_agree_in_bf16() -> None:
     """bf16 parameters with fp32 masters, and DDP's autocast: the same up to the format's rounding."""
     expected = pytest.approx(_train_alone(LOWERED), abs=5e-3)

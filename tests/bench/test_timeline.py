@@ -27,6 +27,7 @@ from mics.emulator.log import Times
 from mics.models import GPTConfig
 from mics.utils.intervals import Interval, subtract, total, union
 from mics.utils.picture_style import THEMES, Theme
+from tests import tiers
 from tests.pictures import readable
 
 _TICKS = 40
@@ -217,7 +218,7 @@ _GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize("device", ["cpu", _GPU])
-@pytest.mark.parametrize("name", ["mics", "hsdp", "fsdp2", "ddp"])
+@pytest.mark.parametrize("name", tiers.first(["mics", "fsdp2", "hsdp", "ddp"]))
 def test_phases_of_every_system(name: str, device: Device, tmp_path: Path) -> None:
     """Both micro-batches and the optimizer, in order; collectives have roles; trace and picture say so."""
     job = replace(_JOB, device=device)
@@ -305,7 +306,7 @@ def test_a_step_on_the_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
+@pytest.mark.parametrize("theme", tiers.first(THEMES), ids=lambda theme: theme.name)
 def test_comparisons_can_be_read(tmp_path: Path, theme: Theme) -> None:
     """Bars of several settings with close values, and lines that end side by side."""
     bars = [

@@ -39,7 +39,7 @@ _JUNK = st.recursive(
     max_leaves=6,
 )
 _fuzz = settings(
-    max_examples=20 if tiers.quick else 60,
+    max_examples=10 if tiers.quick else 60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -53,6 +53,7 @@ mics.save(sys.argv[1], mics.shard(nn.Sequential(*[nn.Linear(1024, 1024) for _ in
 
 
 @pytest.mark.full
+@pytest.mark.long  # test_stores.py has the same over HTTP, test_first_save.py without a group
 def test_a_script_that_ends_still_has_its_checkpoint(tmp_path: Path) -> None:
     """Also one of many blocks, whose writing takes longer than the interpreter's threads live."""
     command = [sys.executable, "-c", _LAST_LINE, str(tmp_path / "c")]

@@ -25,6 +25,7 @@ from mics.checkpoint.formats.dcp import METADATA_NAME
 from mics.checkpoint.remote import RemotePath
 from mics.checkpoint.storage import INDEX_NAME, read_file, storage_of
 from mics.errors import CheckpointError, MissingExtraError, SettingsError
+from tests import tiers
 from tests.checkpoint.runs import STEPS, build, everything, has_part_of, same, train
 from tests.ranks import run_ranks
 
@@ -367,6 +368,8 @@ def test_errors_of_s3(s3: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CheckpointError, match=r"s3://nowhere/run.*bucket"):
         mics.save("s3://nowhere/run", model)
     s3fs.S3FileSystem.clear_instance_cache()
+    if not tiers.long:
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")  # of five, which take ten seconds
     monkeypatch.setattr("mics.checkpoint.remote._connected", lambda protocol: s3fs.S3FileSystem(
         endpoint_url="http://127.0.0.1:9", use_listings_cache=False, skip_instance_cache=True))  # fmt: skip
     began = time.monotonic()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mics
+from tests import tiers
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -187,7 +188,7 @@ def _example(kind: str, partition_size: int | None, world_size: int) -> list[flo
     return found
 
 
-@pytest.mark.parametrize("kind", ["nlp", "cv"])
+@pytest.mark.parametrize("kind", tiers.first(["cv", "nlp"]))
 def test_examples_of_accelerate(kind: str) -> None:
     """Losses and all logits of the evaluation, whose last batch is not full."""
     (expected,) = run_ranks(1, _example, kind, None, 1, launch="none")
@@ -227,6 +228,7 @@ def _two_models(
     return losses
 
 
+@pytest.mark.full
 def test_an_optimizer_for_two_models_loads_on_more_ranks(tmp_path: Path) -> None:
     """Saved between optimizer steps: the new ranks count micro-steps as the others do."""
     (expected,) = run_ranks(1, _two_models, None, 1, launch="none", kwargs={"save": str(tmp_path / "plain")})

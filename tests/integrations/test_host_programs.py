@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import mics
+from tests import tiers
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -26,6 +27,7 @@ from transformers import BertConfig, BertForSequenceClassification, get_linear_s
 from mics.integrations.accelerate import Accelerator, MicsConfig
 from tests.integrations.hugging_face import VOCAB, fresh_accelerate
 
+pytestmark = pytest.mark.full  # what they use is in `test_accelerate.py` and `test_lightning.py`
 WORLD, GLOBAL_BATCH = 4, 8
 
 
@@ -175,11 +177,11 @@ def classify_images(partition_size: int | None, world_size: int, accumulation: i
     return found
 
 
-_SIZES = [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))]
+_SIZES = tiers.first([2, 1, 4], 1, 1)
 
 
 @pytest.mark.parametrize("program", [classify_text, classify_images])
-@pytest.mark.parametrize("accumulation", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("accumulation", [3, 1])
 @pytest.mark.parametrize("partition_size", _SIZES)
 def test_programs_of_accelerate(program: Callable[..., Any], partition_size: int, accumulation: int) -> None:
     """Losses, norms, learning rates and scores of the evaluation are those of one process."""
@@ -280,7 +282,7 @@ def language_model(partition_size: int | None, world_size: int, accumulation: in
     return found
 
 
-@pytest.mark.parametrize("accumulation", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("accumulation", [3, 1])
 @pytest.mark.parametrize("partition_size", _SIZES)
 def test_the_language_model_of_lightning(partition_size: int, accumulation: int) -> None:
     """Lightning's model and Fabric's loop: one strategy given, losses and norms of one process."""

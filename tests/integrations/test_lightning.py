@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 import mics
 from mics.integrations.lightning import MicsFabricStrategy, MicsStrategy
+from tests import tiers
 from tests.integrations.lightning_runs import (
     OnMeta,
     Regression,
@@ -63,7 +64,7 @@ def check(
         assert found[name] == pytest.approx(values, rel=tolerance, abs=tolerance), name
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", tiers.first([3, 1]))
 def test_losses_norms_and_validation_are_those_of_one_process(accumulation: int) -> None:
     """Over partition sizes: losses, gradient norms, validation losses and learning rates."""
     options = {"accumulate_grad_batches": accumulation}
@@ -98,7 +99,8 @@ def test_a_run_goes_on_on_two_ranks(state_dict_type: str, tmp_path: Path) -> Non
         check(alone[0], {name: values[len(values) // 2 :] for name, values in expected.items()})
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", pytest.param("sharded", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
 def test_callbacks_and_the_other_loops(state_dict_type: str, tmp_path: Path) -> None:
     """ModelCheckpoint, EarlyStopping, validate, test and predict do what they do in one process."""
     for name in ("alone", "ranks"):
@@ -137,7 +139,7 @@ def test_gradients_are_clipped(algorithm: str) -> None:
     check(sharded(2, {"partition_size": 2}, WithSGD, **options), expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("precision", tiers.first(["16-mixed", "bf16-mixed", "bf16-true"]))
 def test_precisions(precision: str) -> None:
     """Modules compute in 16 bits, as in one process, and masters have 32."""
     options: dict[str, Any] = {"limit_val_batches": 0}

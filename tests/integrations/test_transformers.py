@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import tiers
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -73,7 +74,7 @@ def _assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]
 @pytest.mark.parametrize(
     "partition_size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))]
 )
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", tiers.first([3, 1]))
 def test_losses_norms_and_evaluation_of_one_process(
     partition_size: int, accumulation: int, tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def _with_callbacks(folder: str) -> list[str]:
     return notes.events
 
 
+@pytest.mark.full
 def test_callbacks(tmp_path: Path) -> None:
     """They are told what happens on every rank, may read the whole model, and may stop the run.
 
@@ -293,9 +295,9 @@ def _losses(folder: str, options: dict[str, Any]) -> list[float]:
     ("options", "rel"),
     [
         ({"bf16": True}, 2e-2),
-        ({"neftune_noise_alpha": 5.0}, 0.3),
+        pytest.param({"neftune_noise_alpha": 5.0}, 0.3, marks=pytest.mark.full),
         pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, 1e-5, marks=pytest.mark.full),
-        ({"auto": "evaluate first"}, 1e-5),
+        pytest.param({"auto": "evaluate first"}, 1e-5, marks=pytest.mark.full),
     ],
 )
 def test_what_rounds_or_draws_differently(options: dict[str, Any], rel: float, tmp_path: Path) -> None:

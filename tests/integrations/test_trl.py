@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiers
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -67,8 +68,7 @@ def _train(
     return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("train", [_sft, _dpo])
+@pytest.mark.parametrize("train", tiers.first([_dpo, _sft], 0, 1))
 def test_losses_and_norms_of_one_process(train: Any, tmp_path: Path) -> None:
     """Supervised fine-tuning, and preferences against a reference model that is sharded too."""
     (expected,) = run_ranks(1, train, str(tmp_path), None, launch="none")

@@ -157,7 +157,7 @@ _REFERENCE = {"beta": 5.0, "sync_ref_model": True, "ref_model_sync_steps": 1}
     "options",
     [
         {"eval_strategy": "steps", "eval_steps": 2},
-        pytest.param({"num_iterations": 2}, marks=pytest.mark.full),
+        pytest.param({"num_iterations": 2}, marks=[pytest.mark.full, pytest.mark.long]),
         pytest.param({"build": _lora, "beta": 5.0, "gradient_accumulation_steps": 1}, marks=pytest.mark.full),
         pytest.param({**_REFERENCE, "gradient_accumulation_steps": 1}, marks=pytest.mark.full),
     ],
@@ -311,7 +311,8 @@ def _learn_from_vllm(
     return _history(trainer), None if holder is None else holder.engine.model.state_dict()
 
 
-@pytest.mark.parametrize("build", [llama, pytest.param(_lora, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("build", [llama, pytest.param(_lora, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_weights_to_vllm(mode: str, build: Any, tmp_path: Path) -> None:
     """An engine of TRL's interface samples from the weights of the step, and the model learns from it."""

@@ -22,6 +22,7 @@ from mics.planner.search import (
     smallest_cluster,
 )
 from mics.planner.systems import SYSTEMS
+from tests import tiers
 
 
 def _short(name: str, seq_len: int) -> ModelShape:
@@ -57,7 +58,7 @@ requests = st.builds(
 
 
 @given(requests, st.sampled_from(["mics", "hsdp", "zero3", "zero2"]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10 if tiers.quick else 25, deadline=None)
 def test_what_is_too_large_needs_more_than_there_is(request: Request, system: str) -> None:
     """In every size, of GPU or host memory; and a size that is not too large has settings that fit."""
     for size in sizes_to_try(request.cluster, system):
@@ -71,7 +72,7 @@ def test_what_is_too_large_needs_more_than_there_is(request: Request, system: st
 
 
 @given(requests)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5 if tiers.quick else 15, deadline=None)
 def test_the_cluster_that_would_do_does(request: Request) -> None:
     """It is larger than the one that does not, and a search there finds something."""
     if any(list(candidates(request, size)) for size in sizes_to_try(request.cluster)):

@@ -17,6 +17,7 @@ from mics.cost.shapes import ModelShape, named_shape
 from mics.planner.hardware import planned_cluster
 from mics.planner.search import Request, Shortage, search, search_peer
 from mics.planner.systems import SYSTEMS, predict
+from tests import tiers
 from tests.pictures import readable
 
 CHECKPOINTED, OFFLOADED = Keeping(checkpoint=True), Keeping(checkpoint=True, offload=True)
@@ -123,6 +124,7 @@ def _bert() -> ModelShape:
     return named_shape("bert-15b")
 
 
+@pytest.mark.full
 def test_a_peer_is_as_good_as_it_can_be() -> None:
     """bert-15b on 16 p3dn: FSDP2 in our setting takes ten times as long, in its own 1.1 to 1.2 times."""
     request = Request(model=_bert(), cluster=planned_cluster("p3dn.24xlarge:16"), global_batch=8192)
@@ -170,11 +172,15 @@ def test_older_kernels_are_slower_and_save_more() -> None:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "batch", "published"),
-    [
-        pytest.param("gpt-100b", "p4d.24xlarge:64", 8192, 170, marks=pytest.mark.full),
-        ("gpt-175b", "p4de.24xlarge:16", 2048, 169),
-        pytest.param("gpt-1t", "p4de.24xlarge:64", 4096, 176, marks=pytest.mark.full),
-    ],
+    tiers.first(
+        [
+            ("gpt-175b", "p4de.24xlarge:16", 2048, 169),
+            ("gpt-100b", "p4d.24xlarge:64", 8192, 170),
+            ("gpt-1t", "p4de.24xlarge:64", 4096, 176),
+        ],
+        0,
+        1,
+    ),
 )
 def test_the_plan_with_their_kernels_is_near_what_they_published(
     model: str, cluster: str, batch: int, published: float

@@ -14,9 +14,10 @@ from mics.planner.answer import answer, num_stages
 from mics.planner.hardware import planned_cluster
 from mics.planner.search import Request
 from mics.utils.progress import long_work
+from tests import tiers
 
 
-@pytest.mark.parametrize("curves", [False, True])
+@pytest.mark.parametrize("curves", tiers.first([False, True]))
 def test_all_stages_are_counted(curves: bool) -> None:
     """Sizes that fit and sizes that do not, and the curves: at the end all are done."""
     cluster = planned_cluster("p4d.24xlarge:2")
@@ -28,6 +29,7 @@ def test_all_stages_are_counted(curves: bool) -> None:
     assert too_large and len(too_large) < num_stages(cluster, curves=False) - 1
 
 
+@pytest.mark.full
 def test_lines_go_beside_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

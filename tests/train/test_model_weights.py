@@ -17,6 +17,7 @@ from mics.train.export import export_folder
 from mics.train.launch import _free_port
 from mics.train.model import build_model
 from mics.train.objective import LanguageModelling
+from tests import tiers
 from tests.ranks import run_ranks
 from tests.toys import seeded
 from tests.train.model_configs import BOTH, OTHERS, config_file, ready_ranks  # noqa: F401
@@ -95,8 +96,7 @@ def _run(tmp_path: Path, model: str, name: str, ranks: int, *args: str) -> str:
     return str(found[0][1])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("kind", tiers.first(BOTH, 0, 1))
 def test_a_run_on_four_ranks_has_the_losses_of_one(tmp_path: Path, kind: str) -> None:
     """Trained, sampled and exported; a run that goes on from a checkpoint has the same losses to the bit."""
     model = str(config_file(tmp_path / "tiny", kind))

@@ -23,6 +23,7 @@ from mics.train.objective import IGNORED, LanguageModelling
 from mics.train.settings_file import parse_train_config
 from mics.train.setup import Setup
 from mics.utils.deprecation import new_flags
+from tests import tiers
 from tests.ranks import run_ranks
 from tests.toys import seeded
 from tests.train.model_configs import BOTH, OTHERS, config_file, ready_ranks  # noqa: F401
@@ -274,7 +275,7 @@ def _masked_step(name: str, num_sequences: int) -> tuple[float, float, dict[str,
 
 
 @pytest.mark.usefixtures("ready_ranks")
-@pytest.mark.parametrize("name", ["roberta", "nano"])
+@pytest.mark.parametrize("name", tiers.first(["roberta", "nano"]))
 def test_masked_losses_are_means_over_all_masked_tokens(tmp_path: Path, name: str) -> None:
     """Four ranks find the loss and the gradients of one, however many tokens of each are masked."""
     if name == "roberta":

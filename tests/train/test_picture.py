@@ -8,6 +8,7 @@ from matplotlib.image import imread
 
 from mics.train.picture import draw_run
 from mics.utils.picture_style import THEMES, Theme
+from tests import tiers
 from tests.pictures import readable
 
 from .test_metrics import make_measurement
@@ -16,7 +17,7 @@ _TITLE = "demo: nano on 4 ranks (2 nodes x 2), partition groups of 2"
 
 
 @pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
-@pytest.mark.parametrize("num_measurements", [1, 40])
+@pytest.mark.parametrize("num_measurements", tiers.first([40, 1]))
 def test_the_picture_is_a_png_one_can_read(tmp_path: Path, num_measurements: int, theme: Theme) -> None:
     """A valid PNG of a readable size that is not empty, for a long run and for a single measurement."""
     file = tmp_path / "run.png"
@@ -36,6 +37,7 @@ def test_the_picture_is_a_png_one_can_read(tmp_path: Path, num_measurements: int
     assert "validation, last 4.00" in words
 
 
+@pytest.mark.full
 def test_a_run_on_gpus_without_validation(tmp_path: Path) -> None:
     """Validation is optional in the picture, and memory is what it is called."""
     large = replace(

@@ -18,6 +18,7 @@ from mics.checkpoint.command import checkpoint
 from mics.checkpoint.folders import latest_in, steps_in
 from mics.checkpoint.remote import RemotePath, _connected
 from mics.train.launch import _free_port
+from tests import tiers
 from tests.ranks import run_ranks
 from tests.train.rank_runs import _around, train
 
@@ -66,6 +67,8 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         "AWS_SECRET_ACCESS_KEY": "b",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
+    if not tiers.long:
+        found["AWS_MAX_ATTEMPTS"] = "2"  # of five, which take ten seconds
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     _forget_connections()

@@ -67,6 +67,7 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
     assert processes_with("ctrl-c-in-a-terminal") == []
 
 
+@pytest.mark.long  # test_faults.py kills a rank, and Ctrl-C leaves a board and an error too
 def test_a_dead_rank_leaves_an_error_to_read(tmp_path: Path) -> None:
     """Rank 0 is killed: the board stays, the error is below it, and the cursor is there."""
     args = ["--steps", "1000000", "--checkpoint.interval", "0", "--name", "killed-in-a-terminal"]
