@@ -25,7 +25,7 @@ ClusterName=mics
 SlurmctldHost=host0({controller})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=15
+AuthInfo=socket={folder}/munge.socket,cred_expire=20
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -33,7 +33,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdParameters=config_overrides
-SlurmdTimeout=10
+SlurmdTimeout=12
 MinJobAge=5
 MessageTimeout=60
 ProctrackType=proctrack/linuxproc
