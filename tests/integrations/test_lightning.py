@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
 
 import mics
 from mics.integrations.lightning import MicsFabricStrategy, MicsStrategy
@@ -208,10 +208,20 @@ def test_refused_at_construction(make: Callable[[], Any], names: str) -> None:
         make()
 
 
-def test_averages_of_weights_are_refused() -> None:
-    options = {"callbacks": [StochasticWeightAveraging(0.1)]}
-    for error in run_expecting_error(2, fit, 2, {}, options):
-        assert error.is_a("SettingsError") and "StochasticWeightAveraging" in error.message
+class _Finetuning(BackboneFinetuning):
+    """Without a backbone by that name."""
+
+    def on_fit_start(self, *_: object) -> None:
+        pass
+
+    def freeze_before_training(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), _Finetuning()])
+def test_callbacks_that_cannot_work_are_refused(callback: Callback) -> None:
+    for error in run_expecting_error(2, fit, 2, {}, {"callbacks": [callback]}):
+        assert error.is_a("SettingsError") and type(callback).__name__ in error.message
 
 
 @pytest.mark.full

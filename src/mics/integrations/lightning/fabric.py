@@ -201,8 +201,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def _check_fresh(optimizer: Optimizer) -> None:
     if optimizer.state:
         raise SettingsError(
-            f"{type(optimizer).__name__}: expected an optimizer that has not stepped yet, found one with "
-            "state; set it up before its first step, and load its state after fabric.setup()"
+            f"{type(optimizer).__name__}: expected an optimizer without state, found some; set it up before "
+            "its first step, and load its state after fabric.setup(). Adagrad has state when it is built: "
+            "build it after fabric.setup_module(model)"
         )
 
 

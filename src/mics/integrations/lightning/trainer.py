@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as PrecisionPlugin
 from lightning.pytorch.strategies import DDPStrategy
@@ -101,7 +101,7 @@ class MicsStrategy(DDPStrategy):
         model, is_fitting = self._module, trainer.state.fn == TrainerFn.FITTING
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        _refuse_averages(trainer)
+        _refuse_callbacks(trainer)
         if not is_sharded(model):
             self._reset_optimizers_and_schedulers()  # of another model
             if is_fitting and self._layer_sync is not None:
@@ -224,10 +224,16 @@ class MicsStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
 
-def _refuse_averages(trainer: Trainer) -> None:
+def _refuse_callbacks(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise SettingsError(
                 f"callbacks: expected none that copies the whole model, found {type(callback).__name__}; "
                 "average in a callback of your own, on pieces of parameters"
+            )
+        if isinstance(callback, BaseFinetuning):
+            raise SettingsError(
+                "callbacks: expected none that trains later what it freezes before, found "
+                f"{type(callback).__name__}: there is no room for the gradients; freeze parameters once "
+                "they are sharded, in on_train_start of a callback of your own, and unfreeze them there"
             )
