@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 OptimizerSharding = Literal["auto", "world", "partition"]
 OptimizerState = Literal["device", "host"]
+_UNCOMPRESSED = Compression(refresh=None)
 _AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
 
@@ -63,7 +64,7 @@ class Settings:
     """Hold as little memory as possible, at a small cost in time."""
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
-    compression: Compression
+    compression: Compression = _UNCOMPRESSED
     sites: list[Site]
 
     @property
@@ -135,7 +136,7 @@ def check_settings(
 
 def _compression(compression: Any, device: torch.device) -> Compression:
     if compression is None:
-        return Compression(refresh=None)
+        return _UNCOMPRESSED
     if not isinstance(compression, Compression):
         raise SettingsError(f"compression: expected a mics.Compression or None, found {compression!r}")
     if compression.refresh is not None and device.type == "cuda" and find_spec("triton") is None:
