@@ -121,9 +121,9 @@ def _check(found: list[tuple[bool, list[float]]], *, at_most: float) -> None:
         (1, {}),
         (2, {"accumulation": 2}),
         (2, {"dtype": torch.float16}),
-        (2, {"prefetch": 0}),
-        (2, {"low_memory": True}),
-        (2, {"optimizer": torch.optim.SGD, "lr": 0.001}),
+        pytest.param(2, {"prefetch": 0}, marks=pytest.mark.full),
+        pytest.param(2, {"low_memory": True}, marks=pytest.mark.full),
+        pytest.param(2, {"optimizer": torch.optim.SGD, "lr": 0.001}, marks=pytest.mark.full),
     ],
 )
 def test_same_bits_in_fewer_bytes(partition_size: int, settings: dict[str, Any]) -> None:
@@ -142,6 +142,7 @@ def _wander(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
     optimizer.param_groups[0]["lr"] = 1e-6 * (1 + step % 50) ** (2 if step % 7 else 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{"partition_size": 4}, {"optimizer_sharding": "partition"}])
 def test_nothing_to_send(settings: dict[str, Any]) -> None:
     """One replica, or masters that every replica has."""
@@ -167,7 +168,9 @@ def _write(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
         assert all(value.isfinite().all() for _, value in mics.iter_full_params(model))
 
 
-@pytest.mark.parametrize("happens", [_jump, _edit, _write])
+@pytest.mark.parametrize(
+    "happens", [_jump, *(pytest.param(each, marks=pytest.mark.full) for each in (_edit, _write))]
+)
 def test_values_that_leap(happens: Happening) -> None:
     """A learning rate that jumps, edits, and whole parameters written."""
     found = run_ranks(4, _compare, happens, kwargs={"partition_size": 2})
@@ -194,6 +197,7 @@ def _resume(folder: str) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_a_loaded_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(4, _resume, str(tmp_path)) == [[True, True]] * 4
 

@@ -156,7 +156,7 @@ _REFERENCE = {"beta": 5.0, "sync_ref_model": True, "ref_model_sync_steps": 1}
 @pytest.mark.parametrize(
     "options",
     [
-        {"eval_strategy": "steps", "eval_steps": 2},
+        pytest.param({"eval_strategy": "steps", "eval_steps": 2}, marks=pytest.mark.full),
         pytest.param({"num_iterations": 2}, marks=[pytest.mark.full, pytest.mark.long]),
         pytest.param({"build": _lora, "beta": 5.0, "gradient_accumulation_steps": 1}, marks=pytest.mark.full),
         pytest.param({**_REFERENCE, "gradient_accumulation_steps": 1}, marks=pytest.mark.full),
