@@ -27,10 +27,10 @@ $(READY): pyproject.toml scripts/setup_env.sh
 demo: $(READY)  ## train a small model on this machine and draw the run (about a minute)
 	@$(BIN)/mics train $(ARGS)
 
-test: $(READY)  ## every mechanism, with the grids thinned (about 10 minutes on two cores); GPU tests skip without one
+test: $(READY)  ## every mechanism, with the grids thinned (about 7 minutes on two cores); GPU tests skip without one
 	@$(BIN)/python -m pytest --quick -n auto $(ARGS)
 
-test-all: $(READY)  ## every test (about 26 minutes on two cores)
+test-all: $(READY)  ## every test (about 24 minutes on two cores)
 	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(READY)  ## style, types, import order; prose is read and never fails
