@@ -15,6 +15,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from mics.checkpoint import load, save
 from mics.errors import SettingsError
+from mics.guard import plainly
 from mics.integrations.accelerate import Accelerator, plain_optimizer
 from mics.integrations.config import MicsConfig
 from mics.integrations.micro_steps import micro_step
@@ -182,7 +183,7 @@ class _Watched(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             found = func(*args, **(kwargs or {}))
         watched = next((arg for arg in args if isinstance(arg, cls)), None)
         if func.__name__ in ("__get__", "is_floating_point", "is_complex", "dim", "size", "numel"):
