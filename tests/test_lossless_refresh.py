@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics
+from mics.engine import engine_of, units_of
 from tests import toys
 from tests.ranks import run_expecting_error, run_ranks
 
@@ -211,6 +212,37 @@ def test_refuses_what_it_does_not_know() -> None:
 
 def _with(compression: Any) -> None:
     mics.shard(nn.Linear(4, 4), compression=compression)
+
+
+def _emulated() -> list[bool]:
+    """Of each unit, after each of a few steps: whether its values are such as weights have."""
+    with mics.emulate("p4d.24xlarge:2"):
+        torch.manual_seed(0)
+        model = mics.shard(
+            _Model(),
+            partition_size=8,
+            precision=mics.Precision(param_dtype=torch.bfloat16),
+            compression=mics.Compression(refresh="lossless"),
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found = []
+        for step in range(5):
+            x, y = toys.floats(step, 0, 0, dim=_DIM, batch=4)
+            (model(x.bfloat16()) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values = [unit.arrived_params() for unit in units_of(model)]
+            found += [bool(each.isfinite().all()) and float(each.abs().max()) < 1 for each in values]
+        assert (
+            engine_of(model).step.moved is not None
+            and mics.memory_report(model, show=False)["moves"].measured
+        )
+        return found
+
+
+def test_an_emulated_rank_keeps_its_values() -> None:
+    """Moves of imagined replicas are not those of the values here, which they would soon make NaN."""
+    assert all(_emulated())
 
 
 @pytest.mark.gpu
