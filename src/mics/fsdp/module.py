@@ -20,6 +20,7 @@ from mics.fsdp.records import (
     root_of,
     units_of_record,
 )
+from mics.fsdp.unsharded import reshard, unshard
 
 _REFUSED: Final = {
     "set_all_reduce_hook": "mics has no hooks inside hop 2; change gradients before optimizer.step()",
@@ -36,8 +37,12 @@ _REFUSED: Final = {
 class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
     def wait(self) -> None:
-        """Return at once: a forward waits for the parameters that it needs."""
+        """Have the parameters: all ranks must call it. Whoever only runs a forward need not."""
+        unshard(self._module)
 
 
 class FSDPModule:
@@ -54,11 +59,19 @@ class FSDPModule:
     # -- memory: what changes no number ---------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Change nothing: mics prefetches by the recorded order, and parameters read as pieces."""
-        return UnshardHandle() if async_op else None
+        """Let the module hold whole parameters to read, as ``unsharded.py`` says. All ranks must call it.
+
+        A forward needs no call: mics prefetches by the recorded order.
+        """
+        module = cast(nn.Module, self)
+        if async_op:
+            return UnshardHandle(module)
+        unshard(module)
+        return None
 
     def reshard(self) -> None:
-        """Change nothing: mics reshards by the recorded order."""
+        """Let the module hold shards again. Inside a forward or backward mics reshards by itself."""
+        reshard(cast(nn.Module, self))
 
     def reset_iter_state(self) -> None:
         """Change nothing: the next forward forgets one that failed."""
@@ -136,6 +149,7 @@ class FSDPModule:
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in FSDP2 DTensors, but copies: all ranks must call it. With ``keep_vars`` the parameters."""
         module = cast(nn.Module, self)
+        reshard(module, recurse=True)
         state: dict[str, Any] = self._plain_class.state_dict(module, *args, **kwargs)
         asked = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
         # Of a module inside, on the way from the root, the root will make them.
@@ -145,6 +159,7 @@ class FSDPModule:
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Copy whole tensors or DTensors, also with ``assign``: a sharded model keeps its memory."""
+        reshard(cast(nn.Module, self), recurse=True)
         return self._plain_class.load_state_dict(cast(nn.Module, self), state_dict, strict)
 
     # -- inside ---------------------------------------------------------------------------------------

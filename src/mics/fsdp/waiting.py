@@ -88,6 +88,10 @@ class _WaitingModule(FSDPModule):
         settle(self)
         return self(*args, **kwargs)
 
+    def unshard(self: Any, async_op: bool = False) -> Any:
+        settle(self)
+        return self.unshard(async_op)
+
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         settle(self)
         return self.state_dict(*args, **kwargs)
