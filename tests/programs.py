@@ -26,10 +26,10 @@ def run_program(num_ranks: int, script: Path, *args: object, cwd: Path, timeout_
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [str(script), *map(str, args)]
     options: dict[str, Any] = {"launch": "variables", "timeout_s": timeout_s}
-    return "".join(run_ranks(num_ranks, _run, words, str(cwd), store.port, **options))
+    return "".join(run_ranks(num_ranks, run_as_main, words, str(cwd), store.port, **options))
 
 
-def _run(words: list[str], folder: str, port: int) -> str:
+def run_as_main(words: list[str], folder: str, port: int) -> str:
     """On a rank: the script as ``__main__``, with its arguments and in its folder."""
     os.environ["MASTER_PORT"] = str(port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// joins a store and makes none

@@ -326,6 +326,8 @@ def test_refused() -> None:
     optimizer.zero_grad()
     with pytest.raises(mics.SettingsError, match=r"^SGD: expected an optimizer without state"):
         accelerator.prepare(model, optimizer)
+    with pytest.raises(mics.SettingsError, match=r"^no_sync: expected .* LocalSGD calls it too"):
+        accelerator.prepare(gpt2()).no_sync()  # on one rank LocalSGD itself is off
 
 
 def test_the_config_has_what_shard_takes() -> None:

@@ -85,6 +85,20 @@ def test_stages_become_partition_sizes(
     assert found.hierarchical == "auto"
 
 
+def test_optimizer_state_goes_to_the_host() -> None:
+    """By the section of today, by the key of once, and not where it is off."""
+    for section, expected in (
+        (zero(3, offload_optimizer={"device": "cpu", "pin_memory": True, "ratio": 0.5}), "host"),
+        (zero(2, cpu_offload=True), "host"),
+        (zero(3, offload_optimizer={"device": "none"}), "device"),
+        (zero(3, offload_optimizer=None), "device"),
+    ):
+        found = read_config(config(**section), world_size=4)
+        assert found.shard_settings()["optimizer_state"] == expected
+    found = read_config(config(**zero(3, offload_optimizer={"pin_memory": True})), world_size=4)
+    assert [each.key for each in found.ignored] == ["zero_optimization.offload_optimizer.pin_memory"]
+
+
 def test_hierarchical_gathers_are_asked_for_by_their_key() -> None:
     section = zero(3, mics_shard_size=4, mics_hierarchical_params_gather=True)
     assert read_config(config(**section), world_size=8).hierarchical is True
@@ -111,6 +125,19 @@ def test_batch_sizes_follow_from_each_other(given: dict[str, int], expected: tup
     assert (found.train_batch_size, found.micro_batch_size, found.accumulation_steps) == expected
 
 
+def test_what_zero_plus_plus_rounds_is_rounded() -> None:
+    """The second copy is that of a partition group; quantized weights and gradients are int8."""
+    found = read_config(config(**zero(3, zero_hpz_partition_size=2)), world_size=4)
+    assert (found.partition_size, found.optimizer_sharding) == (2, "world")
+    assert found.compression == mics.Compression() == found.shard_settings()["compression"]
+    both = zero(3, zero_quantized_weights=True, zero_quantized_gradients=True, zero_hpz_partition_size=2)
+    assert read_config(config(**both), world_size=4).compression == mics.Compression(
+        hop2="int8", inter_gather="int8", inter_reduce="int8"
+    )
+    alone = read_config(config(**zero(3, zero_quantized_weights=True)), world_size=4)
+    assert alone.compression == mics.Compression(inter_gather="int8")
+
+
 @pytest.mark.parametrize(
     ("params", "kind", "decay"),
     [
@@ -132,9 +159,18 @@ def test_optimizers_decay_as_in_deepspeed(params: dict[str, Any], kind: type, de
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (zero(3, offload_param={"device": "cpu"}), r"zero_optimization\.offload_param: expected .*cpu"),
-    (zero(2, cpu_offload=True), r"zero_optimization\.cpu_offload: expected .* found true"),
-    (zero(3, zero_quantized_gradients=True), r"zero_optimization\.zero_quantized_gradients: .* found true"),
-    (zero(3, zero_hpz_partition_size=8), r"zero_hpz_partition_size: .* write mics_shard_size"),
+    (
+        zero(3, offload_optimizer={"device": "nvme"}),
+        r"offload_optimizer\.device: expected cpu or none, found nv",
+    ),
+    (zero(3, offload_optimizer={"devise": "cpu"}), r"offload_optimizer\.devise: .* did you mean 'device'"),
+    (zero(2, zero_quantized_gradients=True), r"zero_quantized_gradients: expected stage 3 .* found stage 2"),
+    (zero(3, zero_quantized_nontrainable_weights=True), r"nontrainable_weights: .*zero_quantized_weights"),
+    (zero(3, zero_hpz_partition_size=3), r"zero_hpz_partition_size: expected a divisor of the 4 ranks"),
+    (
+        zero(3, zero_hpz_partition_size=4, mics_shard_size=2),
+        r"hpz_partition_size: expected .* of 2, found 4",
+    ),
     (zero(4), r"zero_optimization\.stage: expected 0, 1, 2 or 3, found 4"),
     (zero(3, mics_shard_size=3), r"mics_shard_size: expected a divisor of the 4 ranks"),
     (zero(2, mics_shard_size=2), r"mics_shard_size: expected stage 3 beside it, found stage 2"),
@@ -307,6 +343,7 @@ def _compare(found: list[Any], accumulation: int) -> None:
         [
             (4, zero(3, mics_shard_size=2), 3),
             (4, zero(1), 3),
+            (4, zero(3, mics_shard_size=2, offload_optimizer={"device": "cpu", "pin_memory": True}), 3),
             (2, zero(3), 3),
             (4, zero(3, mics_shard_size=2), 1),
         ],

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import mics
 from tests import tiers
@@ -181,7 +183,7 @@ _SIZES = tiers.first([2, 1, 4], 1, 1)
 
 
 @pytest.mark.parametrize("program", [classify_text, classify_images])
-@pytest.mark.parametrize("accumulation", [3, 1])
+@pytest.mark.parametrize("accumulation", tiers.first([3, 1], 1, 1))
 @pytest.mark.parametrize("partition_size", _SIZES)
 def test_programs_of_accelerate(program: Callable[..., Any], partition_size: int, accumulation: int) -> None:
     """Losses, norms, learning rates and scores of the evaluation are those of one process."""
@@ -282,7 +284,7 @@ def language_model(partition_size: int | None, world_size: int, accumulation: in
     return found
 
 
-@pytest.mark.parametrize("accumulation", [3, 1])
+@pytest.mark.parametrize("accumulation", tiers.first([3, 1], 1, 1))
 @pytest.mark.parametrize("partition_size", _SIZES)
 def test_the_language_model_of_lightning(partition_size: int, accumulation: int) -> None:
     """Lightning's model and Fabric's loop: one strategy given, losses and norms of one process."""
@@ -290,3 +292,85 @@ def test_the_language_model_of_lightning(partition_size: int, accumulation: int)
     (expected,) = run_ranks(1, language_model, None, 1, accumulation, launch="none")
     for found in run_ranks(WORLD, language_model, partition_size, WORLD, accumulation):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+# -- the Lightning module and data that Lightning ships ------------------------------------------------
+
+
+def fit_shipped(
+    folder: str, partition_size: int | None, world_size: int, accumulation: int, resume: bool = False
+) -> list[float]:
+    """Losses of steps, and norms before clipping, of `LightningTransformer` on a text in its folder.
+
+    Batches are of one sample, as in its own loader, which Lightning would shuffle on several ranks alone: one
+    process takes as many more of them for a step.
+    """
+    import lightning as L
+    from lightning.pytorch.demos import LightningTransformer, WikiText2
+
+    from mics.integrations.lightning import MicsStrategy
+
+    found: list[float] = []
+    micro_losses: list[float] = []
+
+    class Notes(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            micro_losses.append(float(trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")))
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            grads = [param.grad for param in module.parameters() if param.grad is not None]
+            # Of whole gradients in float32, torch's norm is off by 1.4e-5.
+            found.append(float(nn.utils.get_total_norm(grads if ours else [grad.double() for grad in grads])))
+
+    ours = partition_size is not None
+    L.seed_everything(42, verbose=False)
+    model: Any = LightningTransformer(vocab_size=VOCAB)
+    for module in model.modules():  # each process would draw other numbers
+        if isinstance(module, (nn.Dropout, nn.MultiheadAttention)):
+            module.__dict__["p" if isinstance(module, nn.Dropout) else "dropout"] = 0.0
+    num_batches = accumulation * WORLD // world_size
+    with contextlib.chdir(folder):
+        texts = WikiText2(download=False)
+        sampler = DistributedSampler(texts, shuffle=False) if ours else None
+        loader = DataLoader(texts, sampler=sampler)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=MicsStrategy(partition_size=partition_size) if ours else "auto",
+            accumulate_grad_batches=num_batches,
+            gradient_clip_val=0.5,
+            max_epochs=2,
+            callbacks=[Notes()],
+            enable_checkpointing=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        if not resume and ours:
+            trainer.fit_loop.max_epochs = 1
+            trainer.fit(model, loader)
+            trainer.save_checkpoint("middle.ckpt")
+            trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader, ckpt_path="middle.ckpt" if resume else None)
+    means = [
+        sum(micro_losses[first : first + num_batches])  # each divided by their number
+        for first in range(0, len(micro_losses), num_batches)
+    ]
+    return means + found
+
+
+@pytest.mark.parametrize("accumulation", tiers.first([3, 1], 1, 1))
+def test_the_lightning_module_of_lightning(accumulation: int, tmp_path: Path) -> None:
+    """Losses and norms of one process at all partition sizes; a run goes on with two ranks."""
+    pytest.importorskip("lightning")
+    (tmp_path / "data").mkdir()
+    words = [f"w{number * number % (VOCAB - 1)}" for number in range(13 * 35)]  # for 12 samples
+    (tmp_path / "data" / "wikitext-2.txt").write_text(" ".join(words))
+    (expected,) = run_ranks(1, fit_shipped, str(tmp_path), None, 1, accumulation, launch="none")
+    assert len(expected) == 2 * 6 // accumulation
+    for partition_size in tiers.some([2, 1, 4], 1):
+        for found in run_ranks(WORLD, fit_shipped, str(tmp_path), partition_size, WORLD, accumulation):
+            assert found == pytest.approx(expected, rel=1e-5)
+    losses, norms = expected[: len(expected) // 2], expected[len(expected) // 2 :]
+    for found in run_ranks(2, fit_shipped, str(tmp_path), 1, 2, accumulation, True):
+        assert found == pytest.approx(losses[len(losses) // 2 :] + norms[len(norms) // 2 :], rel=1e-5)

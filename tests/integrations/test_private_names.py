@@ -31,6 +31,8 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "accelerate.optimizer.AcceleratedOptimizer.state": (),
         "accelerate.state.GradientState.remainder": (),
         "accelerate.state.GradientState.end_of_dataloader": (),
+        "accelerate.state.GradientState.active_dataloader": (),
+        "accelerate.data_loader.DataLoaderShard.total_batch_size": (),
         "accelerate.utils.DynamoBackend.NO": (),
         "accelerate.utils.TorchDynamoPlugin.to_kwargs": (),
         "accelerate.utils.DistributedType.MULTI_CPU": (),
@@ -38,7 +40,7 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "transformers": {
         "transformers.Trainer.create_accelerator_and_postprocess": (),
         "transformers.Trainer.training_step": ("model", "inputs"),
-        "transformers.Trainer.prediction_step": ("model", "inputs"),
+        "transformers.Trainer.prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
         "transformers.Trainer.hyperparameter_search": (),
         "transformers.Trainer._move_model_to_device": ("model", "device"),
         "transformers.Trainer._save": ("output_dir", "state_dict"),
@@ -46,6 +48,7 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.Trainer._load_from_checkpoint": ("resume_from_checkpoint", "model"),
         "transformers.Trainer._load_optimizer_and_scheduler": ("checkpoint",),
         "transformers.trainer.SCHEDULER_NAME": (),
+        "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": (),
     },
     "trl": {
         "trl.distributed.DistributedBackend.summon_full_params": ("module",),
@@ -121,6 +124,17 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "ray.train.FailureConfig": ("max_failures",),
     },
     "torchao": {
+        "torchao.float8.float8_linear.Float8Linear": (),
+        "torchao.float8.float8_training_tensor.Float8TrainingTensor": (
+            "data",
+            "scale",
+            "orig_dtype",
+            "linear_mm_config",
+            "gemm_input_role",
+        ),
+        "torchao.float8.float8_training_tensor.GemmInputRole.WEIGHT": (),
+        "torchao.float8.float8_utils.amax_to_scale": ("amax", "float8_dtype", "round_scales_to_power_of_2"),
+        "torchao.float8.float8_utils.to_fp8_saturated": ("x", "float8_dtype"),
         "torchao.optim.AdamW8bit": ("block_size",),
         "torchao.optim.subclass_8bit.OptimState8bit.__init__": ("codes", "scale", "qmap", "signed", "dtype"),
         "torchao.optim.subclass_8bit.OptimState8bit.zeros": ("shape", "signed", "block_size", "device"),
@@ -157,7 +171,11 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "transformers": {
-        "transformers.Trainer.__init__": ("self.create_accelerator_and_postprocess()",),
+        "transformers.Trainer.__init__": (
+            "self.create_accelerator_and_postprocess()",
+            "self._loss_shifts_labels = ",
+            "self.label_names = ",
+        ),
         "transformers.Trainer.create_accelerator_and_postprocess": ("self.accelerator = ",),
         "transformers.Trainer._run_epoch": ("_set_sync_gradients(", "self.accelerator.no_sync"),
         "transformers.Trainer._clip_grad_norm": ("self.accelerator.clip_grad_norm_(model.parameters()",),
@@ -218,6 +236,23 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "ray": {},
     "torchao": {
+        "torchao.float8.float8_linear.Float8Linear.__init__": ("self.config = config",),
+        "torchao.float8.float8_linear.matmul_with_hp_or_float8_args.forward": (
+            "tensor_already_casted_to_fp8(weight_hp_t)",
+        ),
+        "torchao.float8.float8_linear.matmul_with_hp_or_float8_args.backward": (
+            "tensor_already_casted_to_fp8(weight_hp_t)",
+        ),
+        "torchao.float8.float8_training_tensor.Float8TrainingTensor.__new__": (
+            "self._data = data",
+            "self._scale = scale",
+        ),
+        "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor.__init__": (
+            "self._tensor = tensor",
+            "self._linear_mm_config = ",
+            "self._dtype = dtype",
+            "self._precomputed_scale = ",
+        ),
         "torchao.optim.adam._AdamBase.step": (
             "if len(state) == 0:",
             'state["exp_avg"] = self._new_buffer(p, True)',

@@ -75,4 +75,4 @@ def test_losses_and_norms_of_one_process(train: Any, tmp_path: Path) -> None:
     assert len([entry for entry in expected if "loss" in entry]) == 3
     for found in run_ranks(4, train, str(tmp_path), 4):
         for ours, theirs in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5)
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)  # rewards are differences

@@ -137,6 +137,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.mics_config.shard(
             model, param_dtype=_DTYPES.get(self.mixed_precision) if self.native_amp else None
         )
+        if not hasattr(model, "no_sync"):
+            model.__dict__["no_sync"] = _refuse_no_sync
         after = dict(model.named_parameters())
         for name in idle:
             after[name].requires_grad_(False)
@@ -273,6 +275,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             "join_uneven_inputs: expected as many batches on every rank, found uneven ones; leave it out: "
             "data loaders from accelerator.prepare() are even"
         )
+
+
+def _refuse_no_sync() -> NoReturn:
+    raise SettingsError(
+        "no_sync: expected accelerator.no_sync(model) or accelerator.accumulate(model), found "
+        "model.no_sync(); LocalSGD calls it too: it would average parameters of which ranks have other parts"
+    )
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -13,7 +13,7 @@ from mics.activations.policy import Activations
 from mics.api import shard
 from mics.config import OptimizerSharding, OptimizerState
 from mics.errors import SettingsError
-from mics.layout.compression import Compression
+from mics.layout.compression import LOSSLESS, Compression
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
 
@@ -40,7 +40,7 @@ class MicsConfig:
     activations: Activations | None = None
     low_memory: Literal["auto"] | bool = "auto"
     audit_interval: Literal["auto"] | int = "auto"
-    compression: Compression | None = None
+    compression: Compression | None = LOSSLESS
 
     def __post_init__(self) -> None:
         if self.units is not None and isinstance(self.units, Iterable):

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 import torch.nn as nn
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import SCHEDULER_NAME
 
 from mics.checkpoint import load, save
@@ -60,6 +62,7 @@ class MicsTrainerMixin(_Base):
     def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
         self.mics_config = MicsConfig() if mics_config is None else mics_config
         self._divides_by_items: bool | None = None  # a loss by num_items_in_batch: not known yet
+        self._is_share = False  # the loss of a rank is divided by the tokens of all
         super().__init__(*args, **options)
         if hasattr(self, "_dist"):  # a trainer of TRL that generates
             from mics.integrations.trl import adopt_generation
@@ -106,32 +109,97 @@ class MicsTrainerMixin(_Base):
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=items)
         if isinstance(items, _Watched):
             self._divides_by_items = items.used[0]
+        self._is_share = (
+            num_items_in_batch is not None
+            and self.args.average_tokens_across_devices
+            and self._divides_by_items is not False
+        )
         if not is_scaled or self._divides_by_items is not False:
             return found
         loss, *outputs = found if return_outputs else (found,)
         loss = loss / self.accelerator.num_processes
         return (loss, *outputs) if return_outputs else loss
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate a batch; samples from the start that fill up the last one do not count in its loss."""
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Evaluate a batch. Its loss is that of the samples of all ranks, which count as in one process.
+
+        Samples from the start that fill up the last batch do not count.
+        """
         if getattr(self.args, "predict_with_generate", False):  # of Seq2SeqTrainer
             given: dict[str, Any] = getattr(self, "_gen_kwargs", {})
             self._gen_kwargs = {**given, "synced_gpus": True}  # all ranks go on until the last one has ended
+
+        def predict(inputs: Any, loss_only: bool) -> Any:
+            return super(MicsTrainerMixin, self).prediction_step(model, inputs, loss_only, ignore_keys)
+
+        num_samples = self._num_samples(inputs)
+        if num_samples is None:
+            return predict(inputs, prediction_loss_only)
+        # Whoever overrides `compute_loss` may divide by what the trainer counts.
+        self._is_share = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        counted = self._first_samples(inputs, num_samples)
+        loss, *outputs = predict(counted, prediction_loss_only or self._is_filled)
+        if self._is_filled and not prediction_loss_only:
+            _, *outputs = predict(inputs, False)  # of all samples: ranks gather as many
+        if loss is None:
+            return (loss, *outputs)
+        num_labels = self._num_labels(counted) if num_samples else 0
+        weight = 1 if self._is_share else num_labels
+        part = loss.float() * weight if num_labels else loss.new_zeros((), dtype=torch.float)
+        total, weight = self.accelerator.reduce(torch.stack([part, part.new_tensor(weight)]), "sum")
+        return (total / weight, *outputs)
+
+    def _num_samples(self, inputs: Any) -> int | None:
+        """How many samples of a batch are this rank's own; None where they cannot be told apart."""
+        if not self.accelerator.use_distributed or not isinstance(inputs, Mapping) or not self.label_names:
+            return None  # TRL passes lists of prompts
+        labels = [inputs.get(name) for name in self.label_names]
+        if not all(isinstance(each, Tensor) and each.dim() > 0 for each in labels):
+            return None
+        num_rows = len(inputs[self.label_names[0]])
+        if not self._is_filled:
+            return num_rows
         state = self.accelerator.gradient_state
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # TRL passes lists of prompts
-        is_filled = self.accelerator.use_distributed and state.end_of_dataloader and state.remainder > 0
-        counts_tokens = self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
-        if not (is_filled and counts_tokens and isinstance(labels, Tensor) and labels.dim() > 1):
-            return super().prediction_step(model, inputs, *args, **options)
-        if self._divides_by_items is None:
-            super().prediction_step(model, inputs, *args, **options)  # tells
-        if self._divides_by_items is False:  # no loss of a rank without a sample would be one
-            return super().prediction_step(model, inputs, *args, **options)
-        num_real = state.remainder - self.accelerator.process_index * len(labels)
-        labels = labels.clone()
-        labels[max(0, num_real) :] = _IGNORED
-        loss, *outputs = super().prediction_step(model, {**inputs, "labels": labels}, *args, **options)
-        return self.accelerator.reduce(loss, "mean"), *outputs
+        if state.active_dataloader.total_batch_size != num_rows * self.accelerator.num_processes:
+            return None  # several samples in a row
+        num_own: int = state.remainder - self.accelerator.process_index * num_rows
+        return min(max(num_own, 0), num_rows)
+
+    @property
+    def _is_filled(self) -> bool:
+        """Whether samples from the start fill up this batch, on one of the ranks."""
+        state = self.accelerator.gradient_state
+        return bool(state.end_of_dataloader and state.remainder > 0)
+
+    def _first_samples(self, inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
+        """The first samples of a batch; of none, one without a label that the trainer counts."""
+        num_rows = len(inputs[self.label_names[0]])
+        kept = {
+            name: value[: max(num, 1)]
+            if isinstance(value, Tensor) and value.shape[:1] == (num_rows,)
+            else value
+            for name, value in inputs.items()
+        }
+        if num == 0 and self._is_share:
+            kept |= {name: torch.full_like(kept[name], _IGNORED) for name in self.label_names}
+        return kept
+
+    def _num_labels(self, inputs: Mapping[str, Any]) -> int:
+        """How many labels the loss is a mean of."""
+        labels: Tensor = inputs.get("shift_labels", inputs[self.label_names[0]])
+        if len(self.label_names) > 1:  # of one sample each, as the two ends of an answer
+            return len(labels)
+        if "shift_labels" not in inputs and labels.dim() > 1 and self._shifts_labels():
+            labels = labels[..., 1:]
+        return int(labels.ne(_IGNORED).sum())
+
+    def _shifts_labels(self) -> bool:
+        """Whether the loss of a token is that of the next one; of GPT-2 the trainer does not know it."""
+        model: Any = self.model
+        base = model.get_base_model() if is_peft_model(model) else model
+        return self._loss_shifts_labels or type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     # -- checkpoints --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from mics.engine import units_of
 from mics.errors import CheckpointError, SettingsError
 from mics.models.huggingface import CONFIG
 
-_GENERATION: Final = "generation_config.json"
+GENERATION: Final = "generation_config.json"
 _CALL: Final = "export_safetensors"
 _UNITS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -56,7 +56,7 @@ def export_safetensors(
 
 def param_dtype(model: nn.Module) -> torch.dtype | None:
     """What all units of a sharded model compute in; None where they differ."""
-    found = {unit.spec.param_dtype for unit in units_of(model) if unit.spec.param_dtype.is_floating_point}
+    found = {unit.spec.seen_dtype for unit in units_of(model) if unit.spec.seen_dtype.is_floating_point}
     return found.pop() if len(found) == 1 else None
 
 
@@ -76,8 +76,8 @@ def write_config(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = 
     described["dtype"] = str(dtype or next(model.parameters()).dtype).removeprefix("torch.")
     write_durably(folder / CONFIG, json.dumps(described, indent=2, sort_keys=True).encode() + b"\n")
     generation: Any = getattr(model, "generation_config", None)
-    if generation is not None and not (folder / _GENERATION).is_file():
-        write_durably(folder / _GENERATION, generation.to_json_string().encode())
+    if generation is not None and not (folder / GENERATION).is_file():
+        write_durably(folder / GENERATION, generation.to_json_string().encode())
 
 
 def _nbytes(size: Any) -> int:

@@ -15,9 +15,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mics.config import OptimizerState
 from mics.errors import SettingsError
+from mics.integrations.deepspeed.keys import IGNORED, REFUSED
 from mics.integrations.deepspeed.loss_scale import LossScaling
 from mics.integrations.deepspeed.schedules import SCHEDULES
+from mics.layout.compression import Compression
 from mics.layout.precision import Precision
 
 _LOG: Final = logging.getLogger("mics")
@@ -54,129 +57,6 @@ _REFUSED_OPTIMIZERS: Final = {
     "musgd": "it is from another package",
 }
 
-_CHOSEN: Final = "mics chooses it from the network and the memory that is left; mics.shard(prefetch=) sets it"
-_UNITS: Final = "gradients and parameters travel by units of the model, not by buckets"
-_FASTER: Final = "it changes how DeepSpeed computes, not what"
-_OWN_TOOL: Final = "it belongs to DeepSpeed's own tools; use torch's or those of mics"
-_IGNORED: Final = {
-    "steps_per_print": "mics prints nothing while it trains",
-    "wall_clock_breakdown": "mics.profile measures a step",
-    "memory_breakdown": "mics.memory_report has it",
-    "dump_state": _OWN_TOOL,
-    "flops_profiler": "mics.profile measures a step",
-    "comms_logger": "mics.traffic counts collectives and bytes",
-    "autotuning": "mics plan chooses settings",
-    "tensorboard": "log from the training loop",
-    "wandb": "log from the training loop",
-    "comet": "log from the training loop",
-    "csv_monitor": "log from the training loop",
-    "aio": "nothing is offloaded to disks",
-    "nebula": "mics.save saves in the background",
-    "checkpoint": "checkpoints of mics load on any number of ranks",
-    "load_universal_checkpoint": "checkpoints of mics load on any number of ranks",
-    "activation_checkpointing": "it configures deepspeed.checkpointing; use mics.Activations or torch's own",
-    "zero_allow_untested_optimizer": "mics refuses optimizers that it cannot shard, and takes the others",
-    "zero_force_ds_cpu_optimizer": "optimizers are those of torch",
-    "prescale_gradients": "gradients are averaged in float32, where the order does not overflow",
-    "gradient_predivide_factor": "gradients are averaged in float32, where the order does not overflow",
-    "disable_allgather": _FASTER,
-    "disable_python_gc": _FASTER,
-    "managed_gradient_accumulation": _FASTER,
-    "graph_harvesting": _FASTER,
-    "use_data_before_expert_parallelism": "there are no expert-parallel groups",
-    "seq_parallel_communication_data_type": "there are no sequence-parallel groups",
-    "log_level": "mics logs to the logger 'mics'",
-    "compile": "call torch.compile on the blocks of the model",
-    "bf16.immediate_grad_update": _FASTER,
-    "optimizer.legacy_fusion": _FASTER,
-    "data_types.keep_in_fp32_modules": "DeepSpeed ignores it for most models; give the modules their dtypes",
-    "zero_optimization.contiguous_gradients": "gradients are always in contiguous memory",
-    "zero_optimization.reduce_scatter": "gradients are always reduce-scattered",
-    "zero_optimization.reduce_bucket_size": _UNITS,
-    "zero_optimization.allgather_bucket_size": _UNITS,
-    "zero_optimization.allgather_partitions": _UNITS,
-    "zero_optimization.allgather_sequential": _UNITS,
-    "zero_optimization.stage3_allgather_sequential": _UNITS,
-    "zero_optimization.use_multi_rank_bucket_allreduce": _UNITS,
-    "zero_optimization.round_robin_gradients": _UNITS,
-    "zero_optimization.parameter_alignment": _UNITS,
-    "zero_optimization.leaf_module": "mics.shard(units=) chooses what is gathered as a whole",
-    "zero_optimization.overlap_comm": "communication always runs beside the computation",
-    "zero_optimization.sub_group_size": "the optimizer updates all of a rank's elements at once",
-    "zero_optimization.compute_grad_norm": "the norm is always computed",
-    "zero_optimization.load_from_fp32_weights": "float32 masters are always saved and loaded",
-    "zero_optimization.elastic_checkpoint": "checkpoints of mics load on any number of ranks",
-    "zero_optimization.pipeline_loading_checkpoint": "each rank reads its own part of a checkpoint",
-    "zero_optimization.cpu_offload_use_pin_memory": "nothing is offloaded",
-    "zero_optimization.ignore_unused_parameters": "parameters that no rank used keep no gradient",
-    "zero_optimization.legacy_stage1": _FASTER,
-    "zero_optimization.memory_efficient_linear": _FASTER,
-    "zero_optimization.override_module_apply": _FASTER,
-    "zero_optimization.partition_stream_chunk_size": "build the model under torch.device('meta')",
-    "zero_optimization.stage3_partition_stream_chunk_size": "build the model under torch.device('meta')",
-    "zero_optimization.log_trace_cache_warnings": "the order of units may change from step to step",
-    "zero_optimization.enable_sanity_checks": "ranks always agree on each step",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon",
-    "zero_optimization.zeropp_loco_param": "gradients are not quantized",
-    **{
-        f"zero_optimization.{prefix}{key}": reason
-        for prefix in ("", "stage3_")
-        for key, reason in {
-            "prefetch_bucket_size": _CHOSEN,
-            "max_live_parameters": _CHOSEN,
-            "max_reuse_distance": _CHOSEN,
-            "param_persistence_threshold": _CHOSEN,
-            "model_persistence_threshold": _CHOSEN,
-            "module_granularity_threshold": "mics.shard(units=) chooses what is gathered as a whole",
-            "use_all_reduce_for_fetch_params": _FASTER,
-            "gather_16bit_weights_on_model_save": "engine.save_16bit_model always gathers",
-            "gather_fp16_weights_on_model_save": "engine.save_16bit_model always gathers",
-        }.items()
-    },
-}
-"""Keys that change nothing here, and why."""
-
-_NO_OFFLOAD: Final = "parameters stay on the device; shard over more ranks"
-_NO_STATE_OFFLOAD: Final = (
-    'optimizer state stays on the device here; mics.shard(model, optimizer_state="host") keeps it on the host'
-)
-_QUANTIZED: Final = (
-    "it changes the numbers; Precision(replica_reduce_dtype=torch.bfloat16) halves bytes instead"
-)
-_REFUSED: Final = {
-    "amp": "apex is not used; write bf16 or fp16",
-    "torch_autocast": "write bf16 or fp16, or put torch.autocast around the forward",
-    "sparse_attention": "use torch's attention",
-    "sparse_gradients": "gradients are dense",
-    "elasticity": "batch sizes are fixed; checkpoints of mics load on any number of ranks",
-    "compression_training": "it changes the model",
-    "data_efficiency": "choose the data in the training loop",
-    "curriculum_learning": "choose the data in the training loop",
-    "progressive_layer_drop": "it changes the model",
-    "quantize_training": "it changes the numbers",
-    "eigenvalue": "it belongs to quantize_training",
-    "hybrid_engine": "there is no inference engine; use mics.full_state_dict",
-    "tensor_parallel": "there is no tensor parallelism",
-    "sequence_parallel_size": "there is no sequence parallelism",
-    "pipeline": "there is no pipeline parallelism",
-    "fp16.fp16_master_weights_and_grads": "masters are float32",
-    "bf16.bf16_master_weights_and_grads": "masters are float32",
-    "bf16.bf16_optimizer_states": "optimizer state is float32",
-    "bf16.check_grad_overflow": "call mics.nonfinite_units(model) in the training loop",
-    "bf16.check_overflow": "call mics.nonfinite_units(model) in the training loop",
-    "zero_optimization.offload_param": _NO_OFFLOAD,
-    "zero_optimization.offload_optimizer": _NO_STATE_OFFLOAD,
-    "zero_optimization.cpu_offload": _NO_STATE_OFFLOAD,
-    "zero_optimization.cpu_offload_param": _NO_OFFLOAD,
-    "zero_optimization.cpu_offload_params": _NO_OFFLOAD,
-    "zero_optimization.zenflow": _NO_OFFLOAD,
-    "zero_optimization.zero_quantized_weights": _QUANTIZED,
-    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTIZED,
-    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
-    "zero_optimization.zero_hpz_partition_size": "write mics_shard_size: its traffic stays inside",
-}
-"""Keys that would change the run, and what to do instead. Turned off they are accepted."""
-
 
 @dataclass(frozen=True)
 class Ignored:
@@ -193,8 +73,10 @@ class DeepSpeedConfig:
     stage: int
     partition_size: int
     optimizer_sharding: Literal["world", "partition"]
+    optimizer_state: OptimizerState
     hierarchical: Literal["auto"] | bool
     precision: Precision
+    compression: Compression
     train_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
@@ -211,8 +93,10 @@ class DeepSpeedConfig:
         return {
             "partition_size": self.partition_size,
             "optimizer_sharding": self.optimizer_sharding,
+            "optimizer_state": self.optimizer_state,
             "hierarchical": self.hierarchical,
             "precision": self.precision,
+            "compression": self.compression,
         }
 
     def tell(self) -> None:
@@ -268,19 +152,63 @@ def _zero(reader: _Section, world_size: int) -> tuple[int, dict[str, Any]]:
         raise zero.error("mics_shard_size", "stage 3 beside it", "write stage 3", found=f"stage {stage}")
     if size == 0 or size < -1 or (size > 0 and world_size % size):
         raise zero.error("mics_shard_size", f"a divisor of the {world_size} ranks, or -1", found=size)
+    size = _secondary(zero, size, stage, world_size)
+    compression = _quantized(zero, stage)
     if stage == 2:
         zero.ignore(
             "stage",
             "2 is taken as 1: gradients stay whole on each rank until the step; stage 3 shards them too, and "
             "mics_shard_size keeps its traffic inside a node",
         )
+    optimizer_state = _optimizer_state(zero)
     zero.finish()
     whole = size if size > 0 else world_size
     return stage, {
         "partition_size": whole if stage == 3 else 1,
         "optimizer_sharding": "partition" if stage == 0 else "world",
+        "optimizer_state": optimizer_state,
         "hierarchical": "auto" if gather is None else gather,
+        "compression": compression,
     }
+
+
+def _optimizer_state(zero: _Section) -> OptimizerState:
+    offload = zero.section("offload_optimizer")
+    device = offload.take("device", None)
+    if device not in (None, "none", "cpu"):
+        raise offload.error("device", "cpu or none", "masters and optimizer state go to host memory alone")
+    offload.finish()
+    is_on_host = zero.flag("cpu_offload") or device == "cpu"
+    return "host" if is_on_host else "device"
+
+
+def _secondary(zero: _Section, size: int, stage: int, world_size: int) -> int:
+    """The partition size: ZeRO++ has a second copy of the parameters in groups of so many ranks."""
+    key = "zero_hpz_partition_size"
+    second = zero.whole(key, 1, least=1)
+    if second == 1:
+        return size
+    if stage != 3:
+        raise zero.error(key, "stage 3 beside it", "write stage 3", found=f"stage {stage}")
+    if world_size % second:
+        raise zero.error(key, f"a divisor of the {world_size} ranks", found=second)
+    if size not in (-1, second):
+        raise zero.error(key, f"the mics_shard_size of {size}", "leave one of them out", found=second)
+    return int(second)
+
+
+def _quantized(zero: _Section, stage: int) -> Compression:
+    """What ZeRO++ rounds. Its formats are its own: here both are int8."""
+    weights, gradients = "zero_quantized_weights", "zero_quantized_gradients"
+    on = {key: zero.flag(key) for key in (weights, gradients)}
+    for key in on:
+        if on[key] and stage != 3:
+            raise zero.error(key, "stage 3 beside it", "write stage 3", found=f"stage {stage}")
+    return Compression(
+        hop2="int8" if on[gradients] else None,
+        inter_reduce="int8" if on[gradients] else None,
+        inter_gather="int8" if on[weights] else None,
+    )
 
 
 def _batch_sizes(reader: _Section, world_size: int) -> tuple[int, int, int]:
@@ -478,11 +406,11 @@ class _Section:
             full = self._full(key)
             if key in self.taken:
                 continue
-            if full in _IGNORED:
-                self.ignore(key, _IGNORED[full])
-            elif full in _REFUSED:
+            if full in IGNORED:
+                self.ignore(key, IGNORED[full])
+            elif full in REFUSED:
                 if not _is_off(key, value):
-                    raise self.error(key, "it to be off or left out", _REFUSED[full], found=value)
+                    raise self.error(key, "it to be off or left out", REFUSED[full], found=value)
             else:
                 near = difflib.get_close_matches(key, [*self._known(), *self.taken], 1)
                 hint = f"did you mean {near[0]!r}?" if near else "leave it out"
@@ -504,7 +432,7 @@ class _Section:
 
     def _known(self) -> Iterable[str]:
         prefix = f"{self.name}." if self.name else ""
-        for full in (*_IGNORED, *_REFUSED):
+        for full in (*IGNORED, *REFUSED):
             if full.startswith(prefix):
                 yield full.removeprefix(prefix)
 

@@ -1,0 +1,130 @@
+"""Keys of a ``ds_config.json`` that change nothing here, or that cannot be kept."""
+
+from typing import Final
+
+_CHOSEN: Final = "mics chooses it from the network and the memory that is left; mics.shard(prefetch=) sets it"
+_UNITS: Final = "gradients and parameters travel by units of the model, not by buckets"
+_FASTER: Final = "it changes how DeepSpeed computes, not what"
+_OWN_TOOL: Final = "it belongs to DeepSpeed's own tools; use torch's or those of mics"
+_PINNED: Final = "host memory for optimizer state is always pinned"
+_UNIT_BY_UNIT: Final = "optimizer state comes to the device unit by unit, and is updated there"
+IGNORED: Final = {
+    "steps_per_print": "mics prints nothing while it trains",
+    "wall_clock_breakdown": "mics.profile measures a step",
+    "memory_breakdown": "mics.memory_report has it",
+    "dump_state": _OWN_TOOL,
+    "flops_profiler": "mics.profile measures a step",
+    "comms_logger": "mics.traffic counts collectives and bytes",
+    "autotuning": "mics plan chooses settings",
+    "tensorboard": "log from the training loop",
+    "wandb": "log from the training loop",
+    "comet": "log from the training loop",
+    "csv_monitor": "log from the training loop",
+    "aio": "nothing is offloaded to disks",
+    "nebula": "mics.save saves in the background",
+    "checkpoint": "checkpoints of mics load on any number of ranks",
+    "load_universal_checkpoint": "checkpoints of mics load on any number of ranks",
+    "activation_checkpointing": "it configures deepspeed.checkpointing; use mics.Activations or torch's own",
+    "zero_allow_untested_optimizer": "mics refuses optimizers that it cannot shard, and takes the others",
+    "zero_force_ds_cpu_optimizer": "optimizers are those of torch",
+    "prescale_gradients": "gradients are averaged in float32, where the order does not overflow",
+    "gradient_predivide_factor": "gradients are averaged in float32, where the order does not overflow",
+    "disable_allgather": _FASTER,
+    "disable_python_gc": _FASTER,
+    "managed_gradient_accumulation": _FASTER,
+    "graph_harvesting": _FASTER,
+    "use_data_before_expert_parallelism": "there are no expert-parallel groups",
+    "seq_parallel_communication_data_type": "there are no sequence-parallel groups",
+    "log_level": "mics logs to the logger 'mics'",
+    "compile": "call torch.compile on the blocks of the model",
+    "bf16.immediate_grad_update": _FASTER,
+    "optimizer.legacy_fusion": _FASTER,
+    "data_types.keep_in_fp32_modules": "DeepSpeed ignores it for most models; give the modules their dtypes",
+    "zero_optimization.contiguous_gradients": "gradients are always in contiguous memory",
+    "zero_optimization.reduce_scatter": "gradients are always reduce-scattered",
+    "zero_optimization.reduce_bucket_size": _UNITS,
+    "zero_optimization.allgather_bucket_size": _UNITS,
+    "zero_optimization.allgather_partitions": _UNITS,
+    "zero_optimization.allgather_sequential": _UNITS,
+    "zero_optimization.stage3_allgather_sequential": _UNITS,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _UNITS,
+    "zero_optimization.round_robin_gradients": _UNITS,
+    "zero_optimization.parameter_alignment": _UNITS,
+    "zero_optimization.leaf_module": "mics.shard(units=) chooses what is gathered as a whole",
+    "zero_optimization.overlap_comm": "communication always runs beside the computation",
+    "zero_optimization.sub_group_size": "the optimizer updates all of a rank's elements at once",
+    "zero_optimization.compute_grad_norm": "the norm is always computed",
+    "zero_optimization.load_from_fp32_weights": "float32 masters are always saved and loaded",
+    "zero_optimization.elastic_checkpoint": "checkpoints of mics load on any number of ranks",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads its own part of a checkpoint",
+    "zero_optimization.cpu_offload_use_pin_memory": _PINNED,
+    "zero_optimization.offload_optimizer.pin_memory": _PINNED,
+    "zero_optimization.offload_optimizer.nvme_path": "nothing is offloaded to disks",
+    "zero_optimization.offload_optimizer.buffer_count": _UNIT_BY_UNIT,
+    "zero_optimization.offload_optimizer.buffer_size": _UNIT_BY_UNIT,
+    "zero_optimization.offload_optimizer.pipeline": _UNIT_BY_UNIT,
+    "zero_optimization.offload_optimizer.pipeline_read": _UNIT_BY_UNIT,
+    "zero_optimization.offload_optimizer.pipeline_write": _UNIT_BY_UNIT,
+    "zero_optimization.offload_optimizer.fast_init": _FASTER,
+    "zero_optimization.offload_optimizer.ratio": "all of it is on the host",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _UNIT_BY_UNIT,
+    "zero_optimization.offload_optimizer.super_offload": _UNIT_BY_UNIT,
+    "zero_optimization.ignore_unused_parameters": "parameters that no rank used keep no gradient",
+    "zero_optimization.legacy_stage1": _FASTER,
+    "zero_optimization.memory_efficient_linear": _FASTER,
+    "zero_optimization.override_module_apply": _FASTER,
+    "zero_optimization.partition_stream_chunk_size": "build the model under torch.device('meta')",
+    "zero_optimization.stage3_partition_stream_chunk_size": "build the model under torch.device('meta')",
+    "zero_optimization.log_trace_cache_warnings": "the order of units may change from step to step",
+    "zero_optimization.enable_sanity_checks": "ranks always agree on each step",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon",
+    "zero_optimization.zeropp_loco_param": "quantized gradients between replicas have error feedback anyway",
+    **{
+        f"zero_optimization.{prefix}{key}": reason
+        for prefix in ("", "stage3_")
+        for key, reason in {
+            "prefetch_bucket_size": _CHOSEN,
+            "max_live_parameters": _CHOSEN,
+            "max_reuse_distance": _CHOSEN,
+            "param_persistence_threshold": _CHOSEN,
+            "model_persistence_threshold": _CHOSEN,
+            "module_granularity_threshold": "mics.shard(units=) chooses what is gathered as a whole",
+            "use_all_reduce_for_fetch_params": _FASTER,
+            "gather_16bit_weights_on_model_save": "engine.save_16bit_model always gathers",
+            "gather_fp16_weights_on_model_save": "engine.save_16bit_model always gathers",
+        }.items()
+    },
+}
+"""Keys that change nothing here, and why."""
+
+_NO_OFFLOAD: Final = "parameters stay on the device; shard over more ranks"
+REFUSED: Final = {
+    "amp": "apex is not used; write bf16 or fp16",
+    "torch_autocast": "write bf16 or fp16, or put torch.autocast around the forward",
+    "sparse_attention": "use torch's attention",
+    "sparse_gradients": "gradients are dense",
+    "elasticity": "batch sizes are fixed; checkpoints of mics load on any number of ranks",
+    "compression_training": "it changes the model",
+    "data_efficiency": "choose the data in the training loop",
+    "curriculum_learning": "choose the data in the training loop",
+    "progressive_layer_drop": "it changes the model",
+    "quantize_training": "it changes the numbers",
+    "eigenvalue": "it belongs to quantize_training",
+    "hybrid_engine": "there is no inference engine; use mics.full_state_dict",
+    "tensor_parallel": "there is no tensor parallelism",
+    "sequence_parallel_size": "there is no sequence parallelism",
+    "pipeline": "there is no pipeline parallelism",
+    "fp16.fp16_master_weights_and_grads": "masters are float32",
+    "bf16.bf16_master_weights_and_grads": "masters are float32",
+    "bf16.bf16_optimizer_states": "optimizer state is float32",
+    "bf16.check_grad_overflow": "call mics.nonfinite_units(model) in the training loop",
+    "bf16.check_overflow": "call mics.nonfinite_units(model) in the training loop",
+    "zero_optimization.offload_param": _NO_OFFLOAD,
+    "zero_optimization.cpu_offload_param": _NO_OFFLOAD,
+    "zero_optimization.cpu_offload_params": _NO_OFFLOAD,
+    "zero_optimization.zenflow": _NO_OFFLOAD,
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        "frozen parameters travel as the others do; write zero_quantized_weights"
+    ),
+}
+"""Keys that would change the run, and what to do instead. Turned off they are accepted."""
