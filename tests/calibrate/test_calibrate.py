@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from mics import cli
+from mics.calibrate import command
 from mics.calibrate.cluster_file import as_yaml, check_writable, described, write_cluster
 from mics.calibrate.command import CalibrateConfig, _asked, stand_in
 from mics.calibrate.computing import Machine
@@ -134,10 +137,43 @@ def test_ranks_that_cannot_be_calibrated() -> None:
         CalibrateConfig(max_seconds=0.0).check()
 
 
-def test_without_a_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_to_start_without_a_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each GPU and at least two, or as many as the flags or the run's file say. Hosts need more."""
+    asked: list[int] = []
     monkeypatch.delenv("RANK", raising=False)
-    assert cli.main(["calibrate"]) == 2
-    assert "torchrun" in capsys.readouterr().err
+    monkeypatch.setattr(command, "start_ranks", lambda *_, num_ranks, **__: asked.append(num_ranks) or 0)
+    file = tmp_path / "run.yaml"
+    file.write_text("launch: {ranks_per_node: 3, device: cpu}")
+    from_file = ["calibrate", "--config", str(file)]
+    for num_gpus, args in (
+        (0, ["calibrate"]),
+        (1, ["calibrate"]),
+        (8, ["calibrate"]),
+        (8, ["calibrate", "--launch.device", "cpu"]),
+        (8, from_file),
+        (8, [*from_file, "--launch.ranks-per-node", "4"]),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda found=num_gpus: found)
+        assert cli.main(args) == 0
+    assert asked == [2, 2, 8, 2, 3, 4]
+    file.write_text("launch: {hosts: 2}")
+    assert cli.main(from_file) == 2
+    assert "launch.hosts: expected a launcher on each of the 2 hosts" in capsys.readouterr().err
+    assert len(asked) == 6
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_a_machine_is_calibrated_without_a_launcher(tmp_path: Path) -> None:
+    """Its own ranks measure it, and rank 0 alone speaks."""
+    out = tmp_path / "cluster.yaml"
+    args = ["--launch.device", "cpu", "--max-seconds", "1", "--max-mib", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "mics.cli", "calibrate", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count(f"written: {out}") == 1
+    assert find_cluster(str(out)).ranks_per_node == 2
 
 
 def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
@@ -268,7 +304,9 @@ def test_plans_say_where_a_link_is_assumed(
         assert cli.main([*plan, "cluster.yaml", "--nodes", "1", "2"]) == 0
         assert (words in capsys.readouterr().err) == expected
         assert cli.main([*plan, "cluster.yaml:1"]) == 0
-        assert "assumed" not in capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert "assumed" not in shown.err
+        assert "1 x cluster (2 ranks)" in shown.out and "GPU" not in shown.out
         assert cli.main([*dry, "--launch.simulated-nodes", "2"]) == 0
         assert (words in " ".join(capsys.readouterr().out.split())) == expected
         assert cli.main([*dry, "--launch.simulated-nodes", "1"]) == 0

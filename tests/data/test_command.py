@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ def test_from_text_to_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     tokenizer, out = str(tmp_path / "tokenizer"), tmp_path / "new" / "shards"
     assert main(["data", "tokenizer", str(FABLES), "--vocab-size", "300", "--out", tokenizer]) == 0
     assert capsys.readouterr().out == f"written: {tokenizer}: 300 tokens\n"
+    large = ["data", "tokenizer", str(FABLES), "--vocab-size", "100000", "--out", f"{tokenizer}-large"]
+    assert main(large) == 0
+    assert " of 100,000: the text has no more pairs to merge\n" in capsys.readouterr().out
     args = [
         "data",
         "prepare",
@@ -39,6 +43,29 @@ def test_from_text_to_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "text        '" in shown
     assert main(args) == 2
     assert "expected a name that is free, found a folder" in capsys.readouterr().err
+
+
+def test_verify_names_all_that_is_broken(
+    fables: TokenData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shard that is missing, one cut short, one with another byte, and the tokenizer: exit code 1."""
+    folder = tmp_path / "shards"
+    shutil.copytree(fables.folder, folder)
+    assert main(["data", "verify", str(folder)]) == 0
+    missing, short, changed, *_ = (folder / shard.file for shard in fables.index.shards)
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    missing.unlink()
+    for file in (short, tokenizer):
+        file.write_bytes(file.read_bytes()[:-1])
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\xff")
+    capsys.readouterr()
+    assert main(["data", "verify", str(folder)]) == 1
+    found = capsys.readouterr()
+    lines = [line for line in found.err.splitlines() if "expected" in line]
+    expected = {missing: "no such file", short: " bytes, found", changed: "digest", tokenizer: "digest"}
+    assert [line.partition(": ")[0] for line in lines] == [str(file) for file in expected]
+    assert all(text in line for text, line in zip(expected.values(), lines, strict=True))
+    assert "ok:" not in found.out
 
 
 @pytest.mark.parametrize(

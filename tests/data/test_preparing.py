@@ -134,6 +134,12 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ("n.jsonl", b'{"text": 5}\n', r"n\.jsonl, line 1: expected text in the field 'text', found int"),
         ("s.jsonl", b'{"text": "\\ud800"}\n', r"s\.jsonl, line 1: .*'\\ud800', which is no character"),
         ("d.jsonl", b"[" * 100_000, r"d\.jsonl, line 1: expected JSON"),
+        (
+            "r.json",
+            b'[{"text": "x"}]',
+            r"r\.json, line 1: expected .* one object in .* an array; .* jq -c '\.\[\]'",
+        ),
+        ("p.json", b'[\n {"text": "x"}\n]', r"p\.json, line 1: expected JSON, .*; .* jq -c '\.\[\]'"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
         ("nul.txt", b"a\0b", r"expected text without the bytes 0 and 4, which are special, found 0"),
         ("eot.txt", b"a\4b", r"expected text without the bytes 0 and 4, which are special, found 4"),
@@ -181,6 +187,19 @@ def test_a_column_that_is_no_utf8_is_named(tmp_path: Path) -> None:
         SettingsError, match=r"a\.parquet: expected text in UTF-8 in the column 'text', found"
     ):
         list(read_documents(tmp_path / "a.parquet", DocumentFormat()))
+
+
+def test_a_file_comes_once(tmp_path: Path) -> None:
+    """Else copies of a text could be for training and for validation."""
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+    (tmp_path / "b.txt").write_text("text")  # who wants one twice can still have it
+    assert find_files((tmp_path,)) == [file, tmp_path / "b.txt"]
+    for paths in ((file, file), (file, tmp_path), (tmp_path / ".." / tmp_path.name / "a.txt", file)):
+        with pytest.raises(
+            SettingsError, match=r"a\.txt: expected each file once, found it 2 times; name it"
+        ):
+            find_files(paths)
 
 
 def test_hidden_files_of_a_folder_are_no_text(tmp_path: Path) -> None:

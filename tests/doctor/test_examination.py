@@ -20,13 +20,17 @@ from hypothesis import strategies as st
 
 from mics.checkpoint.remote import RemotePath
 from mics.cli import main
+from mics.data.preparing import Preparing, prepare
+from mics.data.tokenizer import BytesTokenizer
 from mics.doctor import compute, folders
+from mics.doctor.checks.storage import data
 from mics.doctor.clocks import bounds
 from mics.doctor.command import doctor
 from mics.doctor.compute import examine_device, wrong_rows
 from mics.doctor.doors import cut_off, knock_at_all, open_door, to_knock_at
-from mics.doctor.examination import boxed
-from mics.doctor.facts import ClockFacts, Interface, InterfaceChoice, NetworkFacts
+from mics.doctor.examination import _look_at_data, boxed
+from mics.doctor.facts import ClockFacts, Interface, InterfaceChoice, NetworkFacts, RankFacts
+from mics.doctor.findings import Finding, ok
 from mics.doctor.folders import FolderProbe, probe_of
 from mics.doctor.gpus import cuda_number
 from mics.doctor.interfaces import (
@@ -38,8 +42,10 @@ from mics.doctor.interfaces import (
 )
 from mics.doctor.meeting import join
 from mics.doctor.settings import read_settings
+from mics.doctor.survey import Survey, Wishes
 from mics.doctor.transfers import network_in, payload_nbytes, rounds_of_pairs, set_nccl_log
 from mics.errors import SettingsError
+from tests.data.folders import FABLES
 from tests.ranks import run_ranks
 
 _LO = Interface(name="lo", loopback=True, addresses=["127.0.0.1"])
@@ -72,12 +78,8 @@ def _examined(folder: str, port: int, args: list[str]) -> tuple[int, str]:
 
 
 def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
-    """All stages on real ranks: rank 0 reports, all have its exit code, and nothing is left behind.
-
-    Data need not be prepared for that.
-    """
-    settings = tmp_path / "run.yaml"
-    settings.write_text("output_dir: out\nsharding:\n  partition_size: 2\ndata:\n  shards: [prepared]\n")
+    """All stages on real ranks: rank 0 reports, all have its exit code, and nothing is left behind."""
+    settings = _settings_with_shards(tmp_path)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     args = ["--config", str(settings), "--json"]
     found = run_ranks(4, _examined, str(tmp_path), store.port, args, launch="variables", ranks_per_node=2)
@@ -85,14 +87,42 @@ def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
     assert [text for _, text in found[1:]] == ["", "", ""]
     told = json.loads(found[0][1])
     levels = {each["check"]: each["level"] for each in told["findings"]}
-    expected = {"ranks", "versions", "clocks", "results", "collectives", "checkpoints", "checkpoint space"}
+    expected = {"ranks", "versions", "clocks", "results", "collectives", "checkpoints", "data"}
     assert {check: levels.get(check) for check in expected} == dict.fromkeys(expected, "ok")
-    (data,) = (each for each in told["findings"] if each["check"] == "data")
-    assert data["level"] == "warn" and "mics data prepare" in data["way_out"]
-    assert data["way_out"].endswith("--out prepared")
     assert len(told["transfers"]) == 4, "each rank to the one of its number on the other node"
     assert told["seconds"] < 30
-    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "run.yaml"]
+
+
+def _settings_with_shards(folder: Path) -> Path:
+    """A settings file, and beside it the data that it names."""
+    asked = Preparing(files=(FABLES,), out=folder / "prepared", validation_share=0.2)
+    prepare(asked, BytesTokenizer())
+    settings = folder / "run.yaml"
+    settings.write_text("output_dir: out\nsharding:\n  partition_size: 2\ndata:\n  shards: [prepared]\n")
+    return settings
+
+
+def test_what_training_would_say_about_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard cut short, too little to validate with, and no data at all are failures; good data is not."""
+    monkeypatch.chdir(tmp_path)
+    train = read_settings(_settings_with_shards(tmp_path), None).train
+    assert train is not None
+
+    def finding(num_ranks: int = 4) -> Finding:
+        facts = RankFacts(**_look_at_data(train, num_ranks))
+        (found,) = data(Survey(num_ranks=1, ranks={0: facts}, wishes=Wishes(shards=train.data.shards)))
+        return found
+
+    assert finding() == ok("data", "prepared: all shards are there and have their size")
+    assert finding(num_ranks=10_000).what.startswith("data.shards: expected 40,000 sequences or more")
+    shard = tmp_path / "prepared" / "train-00000.npy"
+    with shard.open("rb+") as file:
+        file.truncate(1000)
+    assert finding().what.startswith("prepared/train-00000.npy: expected a shard of ")
+    assert (finding().level, finding().way_out) == ("fail", "copy it again, or prepare the data again")
+    shard.with_name("index.json").unlink()
+    assert finding().level == "fail" and finding().way_out.endswith("--out prepared")
 
 
 def _free_port() -> int:

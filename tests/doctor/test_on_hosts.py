@@ -78,8 +78,9 @@ def test_five_faults_are_named_with_their_hosts(name: str, tmp_path: Path) -> No
         told = run_doctor(cluster, hosts, args, tmp_path, timeout_s=150.0)
     assert set(told.codes) == {1}, told.other
     failures = _findings(told.out, "fail")
-    (link,) = failures["bandwidth"]
-    assert link["where"].startswith("host-1 ") and link["what"].startswith("sends at")
+    # On a busy machine others may be slow as well.
+    link = next(found for found in failures["bandwidth"] if found["where"].startswith("host-1 "))
+    assert link["what"].startswith("sends at")
     (interface,) = failures["interface"]
     assert interface["where"].startswith("host-2 ") and "GLOO_SOCKET_IFNAME=uplink" in interface["what"]
     assert interface["way_out"] == "set GLOO_SOCKET_IFNAME=eth7 there"

@@ -75,10 +75,10 @@ def losses(run_dir: Path) -> dict[tuple[int, str], float]:
 
 
 def reference_losses(
-    folder: Path, *, num_ranks: int, ranks_per_node: int, name: str = "job"
+    folder: Path, *, num_ranks: int, ranks_per_node: int, name: str = "job", config: str = "run.yaml"
 ) -> dict[tuple[int, str], float]:
     """Of the same settings, on ranks of this host and uninterrupted."""
-    args = ["--config", "run.yaml", "--output-dir", "reference", "--checkpoint.interval", "0"]
+    args = ["--config", config, "--output-dir", "reference", "--checkpoint.interval", "0"]
     where = {"launch": "variables", "ranks_per_node": ranks_per_node}
     run_ranks(num_ranks, train_as_rank, _free_port(), args, str(folder), timeout_s=600, **where)
     return losses(folder / "reference" / name)

@@ -112,6 +112,8 @@ def test_single_numbers_replace_the_named_size() -> None:
 def test_the_learning_rate_follows_the_width_unless_given() -> None:
     """Wider models get a smaller rate by default; a given one is taken as it is."""
     assert TrainConfig(model=ModelSettings(name="gpt-3.6b")).learning_rate < TrainConfig().learning_rate
+    masked = TrainConfig(model=ModelSettings(objective="masked"))
+    assert masked.learning_rate == pytest.approx(0.4 * TrainConfig().learning_rate)
     assert parse_train_config(["--optimizer.learning-rate", "0.01"]).learning_rate == 0.01
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_it_prints_and_leaves(
         monkeypatch.delenv(name, raising=False)
     assert main(["train", "--dry-run", "--launch.device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert "nano: 382,272 parameters" in printed and "4 ranks = 2 nodes x 2" in printed
+    assert "nano: 382,272 parameters, fresh weights" in printed and "4 ranks = 2 nodes x 2" in printed
     assert "blocks.0 ... blocks.2" in printed and "memory per rank" in printed
     assert "sent per rank and step" in printed
     assert list(tmp_path.iterdir()) == []
@@ -101,6 +102,45 @@ def test_parts_are_those_of_the_engine(
     assert "tiny_llama:llama: " in printed
     rows = [" ".join(line.split()[:3]) for line in printed.splitlines()]
     assert {"model.layers.*.self_attn 3 4,096", "model.layers.*.mlp 3 6,144"} <= set(rows)
+
+
+@pytest.mark.parametrize(
+    ("forward", "found"),
+    [
+        ("return self.head(tokens)", "found RuntimeError: "),
+        ("return self.head(self.table(tokens)).mean()", r"found \[\]; change the model's forward"),
+        ("return (self.head(self.table(tokens)),)", "found tuple; "),
+        ("return self.head(self.table(tokens)).view(-1, 256)", r"found \[16, 256\]; "),
+        ("return self.head(self.table(labels))", "found NameError: "),
+        ("return self.head(self.table(tokens))", ""),
+        ("return self.head(self.table(tokens * int(tokens.max() < 256)))", ""),  # not to be had on meta
+    ],
+)
+def test_a_model_that_makes_no_logits_of_tokens_is_refused(
+    forward: str,
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before a rank starts, with what its forward does; where that cannot be tried, the run will say."""
+    module = f"own_model_{abs(hash(forward))}"
+    (tmp_path / f"{module}.py").write_text(
+        "from torch import nn\n"
+        "class Own(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)\n"
+        f"    def forward(self, tokens):\n        {forward}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = ["--launch.device", "cpu", "--model", f"{module}:Own", "--model.seq-len", "16"]
+    assert main(["train", "--dry-run", *args]) == (2 if found else 0)
+    error = capsys.readouterr().err
+    assert re.search(
+        f"{module}:Own: expected a forward that takes tokens .*{found}" if found else "^$", error
+    )
 
 
 def test_under_a_launcher_one_rank_speaks(

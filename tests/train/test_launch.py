@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mics.cli import main
 from mics.errors import SettingsError
 from mics.train.config import LaunchSettings, ShardingSettings, TrainConfig
 from mics.train.failures import (
@@ -19,6 +20,7 @@ from mics.train.failures import (
 )
 from mics.train.launch import LaunchPlan, agent_command, agent_environment, launch, plan_launch
 from mics.train.ranks import read_rank, share_gpu
+from tests.train.model_configs import config_file
 
 TWO_BY_TWO = LaunchPlan(device="cpu", num_nodes=2, ranks_per_node=2, ranks_per_gpu=1)
 
@@ -267,3 +269,75 @@ def test_an_agent_that_never_started_shows_its_log(
     (tmp_path / "node0.log").write_text("no module named torch\n")
     assert report_failure(tmp_path, ranks_per_node=2) == 1
     assert "no module named torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["SettingsError", "CheckpointError"])
+def test_what_is_to_mend_looks_as_if_it_had_been_found_before_the_start(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line without a traceback, and the exit code of wrong settings."""
+    _write_failure(tmp_path, 0, 0, 2, f"Traceback\nmics.errors.{name}: data.shards a: expected b", 10)
+    assert report_failure(tmp_path, ranks_per_node=2) == 2
+    assert capsys.readouterr().err == "mics train: error: data.shards a: expected b\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--checkpoint.folder", "foo://x/y"], "foo://: expected a protocol that fsspec knows"),
+        (["--checkpoint.resume", "nowhere"], "nowhere: expected a checkpoint"),
+        (["--model", "tiny"], "model.safetensors: expected a file of safetensors, found one that is torn"),
+    ],
+)
+@pytest.mark.parametrize("how", [[], ["--dry-run"]])
+def test_files_that_cannot_be_read_are_found_before_any_rank_starts(
+    args: list[str],
+    said: str,
+    how: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A store that nobody knows, a checkpoint that is not there, weights that are torn: one line and 2."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    folder = config_file(tmp_path / "tiny", "llama").parent
+    (folder / "model.safetensors").write_bytes(b"torn")
+    assert main(["train", "--launch.device", "cpu", *args, *how]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mics train: error: ") and said in shown.err and shown.err.count("\n") == 1
+    assert "starting" not in shown.out
+
+
+def test_torchrun_does_not_try_wrong_settings_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank of a host says what is wrong. Started again they end at once, before they read anything."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("steps: 0\n")
+    wrong, right = ["train", "--config", "run.yaml"], ["train", "--dry-run", "--launch.device", "cpu"]
+
+    def start(rank: int, *, attempt: int, args: list[str], ranks: int = 2) -> tuple[int, str]:
+        file = tmp_path / f"logs/none_abc/attempt_{attempt}/{rank}/error.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for name, value in (
+            ("RANK", rank),
+            ("WORLD_SIZE", ranks),
+            ("TORCHELASTIC_RESTART_COUNT", attempt),
+            ("TORCHELASTIC_ERROR_FILE", file),
+        ):
+            monkeypatch.setenv(name, str(value))
+        return main(args), capsys.readouterr().err
+
+    assert start(0, attempt=1, args=right) == (0, ""), "restarted after something else"
+    said = "mics train: error: --config run.yaml: steps: expected at least 1, found 0\n"
+    assert start(1, attempt=1, args=wrong) == (2, said)
+    assert start(0, attempt=1, args=wrong) == (2, "")
+    assert start(0, attempt=2, args=right) == (2, ""), "not read again"
+    assert start(0, attempt=2, args=right, ranks=1) == (0, ""), "it may be right on another number of ranks"
+    with pytest.raises(SystemExit):
+        start(0, attempt=0, args=["train", "--stepps", "3"], ranks=4)
+    assert "stepps" in capsys.readouterr().err
+    assert start(0, attempt=1, args=right, ranks=4) == (2, "")

@@ -1,15 +1,22 @@
 """Numbers a reader relies on: speed, MFU, the learning rate, and how they are written."""
 
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+import mics
 from mics.comm import Traffic
 from mics.layout.topology import Topology, plan_topology
 from mics.train.hardware import memory_nbytes, peak_tflops
 from mics.train.learning_rate import learning_rate_share
+from mics.train.loop import _meter
 from mics.train.metrics import Measurement, SentBytes, Speedometer, sent_bytes
+from mics.train.model import BuiltModel
+from mics.train.ranks import Rank
+from mics.train.setup import Setup
 
 
 def make_measurement(step: int, *, loss: float = 2.5, mfu: float | None = None) -> Measurement:
@@ -55,6 +62,31 @@ def test_speed_is_per_device_and_mfu_against_its_peak() -> None:
     assert speed.tflops(1e6) == pytest.approx(250.0)
     assert speed.mfu(1e6) == pytest.approx(0.5)
     assert Speedometer(flops_per_token=1, num_devices=1, peak_tflops=None).mfu(1e6) is None
+
+
+def test_processors_have_the_peak_that_calibrate_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks of 20 GFLOP/s each, by the cluster file that the run uses; not in another format."""
+    links = "intra: {bandwidth: 1e9, latency: 1e-6}\ninter: {bandwidth: 1e9, latency: 1e-6}\n"
+    speeds = "{device: cpu, param_nbytes: 4, block_flops: 1e9, head_flops: 1e9, update_bandwidth: 1e9}"
+    (tmp_path / "cluster.yaml").write_text(
+        f"num_nodes: 2\nranks_per_node: 2\n{links}flops: 1e10\npeak_flops: 2e10\ncomputing: {speeds}\n"
+    )
+    monkeypatch.delenv("MICS_CLUSTER", raising=False)
+    model = torch.nn.Linear(1, 1)
+    mics.shard(model)
+    setup = replace(Setup.of(model), node_sizes=(2, 2))
+    built = BuiltModel(model=model, matrices=frozenset(), flops_per_token=10**6)
+    me = Rank(
+        rank=0, num_ranks=1, local_rank=0, ranks_per_node=1, ranks_per_gpu=1, device=torch.device("cpu")
+    )
+    assert _meter(built, setup, me)._speedometer.mfu(1e4) is None
+    monkeypatch.setenv("MICS_CLUSTER", str(tmp_path / "cluster.yaml"))
+    assert _meter(built, setup, me)._speedometer.mfu(1e4) == pytest.approx(0.125)
+    assert _meter(built, replace(setup, precision="bf16"), me)._speedometer.mfu(1e4) is None
+    monkeypatch.setenv("MICS_CLUSTER", "p4d.24xlarge")
+    assert _meter(built, setup, me)._speedometer.mfu(1e4) is None
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

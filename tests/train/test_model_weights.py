@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import mics
+from mics.data.tokenizer import BytesTokenizer
 from mics.models.descriptions import describe_model
 from mics.train.config import ModelSettings, TrainConfig
-from mics.train.export import export_folder
+from mics.train.export import _name_end, export_folder
 from mics.train.launch import _free_port
 from mics.train.model import build_model
 from mics.train.objective import LanguageModelling
@@ -78,6 +79,19 @@ def test_weights_come_from_a_folder_and_go_to_one(tmp_path: Path, kind: str) -> 
     assert not list(tmp_path.glob(".hf*"))
 
 
+@pytest.mark.parametrize(
+    ("named", "expected"), [(None, 0), (50256, 0), ([4, 9], 0), ([4, 0], [4, 0]), (4, 4)]
+)
+def test_generation_ends_where_documents_do(tmp_path: Path, named: Any, expected: Any) -> None:
+    """Where the config names no token that ends anything; one that a given model ends with stays."""
+    files = [tmp_path / name for name in ("config.json", "generation_config.json")]
+    files[0].write_text(json.dumps({"model_type": "llama", "eos_token_id": named}))
+    for file in files:
+        _name_end(file, BytesTokenizer.special)
+    assert json.loads(files[0].read_text()) == {"model_type": "llama", "eos_token_id": expected}
+    assert not files[1].exists()
+
+
 # -- whole runs ------------------------------------------------------------------------------------------
 
 
@@ -102,7 +116,7 @@ def test_a_run_on_four_ranks_has_the_losses_of_one(tmp_path: Path, kind: str) ->
     model = str(config_file(tmp_path / "tiny", kind))
     options = ["--steps", "6", "--report.save-weights", "--report.sample-tokens", "4"]
     shown = _run(tmp_path, model, "four", 4, *options)
-    assert f"tiny ({kind})" in shown
+    assert f"tiny ({kind})" in shown and "fresh weights" in shown
     assert ("The model writes:" in shown) == (kind == "llama")
     _run(tmp_path, model, "one", 1, *options)
     assert _losses(tmp_path / "one") == pytest.approx(_losses(tmp_path / "four"), rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -131,10 +132,23 @@ def test_a_function_says_its_objective() -> None:
         ({"name": "{}/broken.json"}, r"broken.json: expected JSON, found"),
         ({"name": "{}/plain.json"}, r"expected a Hugging Face config with model_type, found \['a'\]"),
         ({"name": "{}/t5"}, r"--model t5 \(t5\): expected a causal or a masked language model.*llama"),
-        ({"name": "{}/llama", "num_layers": 1}, r"model\.num_layers: expected it unset.*found 1"),
+        (
+            {"name": "{}/llama", "num_layers": 1},
+            r"model\.num_layers: expected it unset beside .*found 1; leave it out and change its config",
+        ),
         ({"name": "{}/llama", "seq_len": 64}, r"model\.seq_len: expected at most the 32 positions"),
         ({"name": "{}/llama", "objective": "masked"}, r"model\.objective: expected one that AutoModelForM"),
+        ({"name": TIED, "vocab_size": 400}, r"leave it out and change the function that builds it"),
         ({"name": "{}/bin"}, r"expected weights as safetensors, found pytorch_model.bin; convert"),
+        (
+            {"name": "{}/none"},
+            r"none: expected the 2 files that model.safetensors.index.json names, found 0 of",
+        ),
+        (
+            {"name": "{}/partly"},
+            r"found 1 of them, b.safetensors is missing; download .*--model.from-scratch",
+        ),
+        ({"name": "{}/torn"}, r"torn/model.safetensors.index.json: expected JSON with a weight_map"),
         ({"name": TIED}, r"model\.seq_len: expected the tokens per sequence of tests"),
         ({"name": "tests.nowhere:build"}, r"expected module:function, found: No module"),
         ({"name": "{}/small"}, r"model\.vocab_size: expected at least 256"),
@@ -151,6 +165,12 @@ def test_a_model_that_cannot_be_trained_is_one_line(
     config_file(tmp_path / "small", "llama", vocab_size=100)
     config_file(tmp_path / "bin", "llama")
     (tmp_path / "bin/pytorch_model.bin").write_bytes(b"pickle")
+    for name in ("none", "partly", "torn"):  # downloads that were interrupted
+        config_file(tmp_path / name, "llama")
+        index = {"weight_map": {"one": "a.safetensors", "two": "b.safetensors"}}
+        text = json.dumps(index)[: 9 if name == "torn" else None]
+        (tmp_path / name / "model.safetensors.index.json").write_text(text)
+    (tmp_path / "partly/a.safetensors").touch()
     options["name"] = options["name"].replace("{}", str(tmp_path))
     with pytest.raises(SettingsError, match=message) as caught:
         TrainConfig(model=ModelSettings(**options))

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import mics
+from mics.checkpoint.folders import steps_in
+from mics.checkpoint.storage import INDEX_NAME
 from mics.errors import CheckpointError, SettingsError
 from mics.train.checkpoints import Checkpoints, find_candidates
 from mics.train.config import CheckpointSettings, TrainConfig
@@ -108,9 +110,11 @@ def test_a_torn_checkpoint_is_passed_over(reference: Path, tmp_path: Path) -> No
 def test_going_back_makes_the_steps_after_it_history(reference: Path, tmp_path: Path) -> None:
     """A run that is taken up at an earlier step of its own must not be restarted from a later one."""
     copy = copied(reference, tmp_path, last_step=8)
-    code, _ = run(tmp_path, *DROPOUT, "--checkpoint.resume", str(copy / "checkpoints" / "step-4"))
+    code, shown = run(tmp_path, *DROPOUT, "--checkpoint.resume", str(copy / "checkpoints" / "step-4"))
     assert code == 0
+    assert f"the checkpoints after step-4 are in {copy}/checkpoints.previous now" in shown
     assert (tmp_path / "demo/checkpoints.previous/step-8").is_dir()
+    assert (tmp_path / "demo/checkpoints.previous/metrics.jsonl").is_file()
     assert rows(copy) == rows(reference)
 
 
@@ -232,6 +236,30 @@ def test_which_checkpoint_is_meant(reference: Path, tmp_path: Path) -> None:
     assert find_candidates(_config(tmp_path), restarted=False, environ=alone) == ([], True)
     with pytest.raises(CheckpointError, match="lastest: expected a checkpoint"):
         find_candidates(_config(tmp_path, "lastest"), restarted=False, environ=os.environ)
+
+
+def test_new_runs_of_one_name_lose_nothing_of_earlier_ones(tmp_path: Path) -> None:
+    """Started again and again without `latest`: checkpoints and measurements stay, a line says where."""
+    config, run_dir = _config(tmp_path), tmp_path / "demo"
+    told: list[str] = []
+
+    def begin_anew(step: int) -> None:
+        """A run that trains until its checkpoint of ``step``."""
+        assert find_candidates(config, restarted=False, environ={}, tell=told.append) == ([], True)
+        folder = run_dir / f"checkpoints/step-{step}"
+        folder.mkdir(parents=True)
+        (folder / INDEX_NAME).touch()
+        (run_dir / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+
+    for step in (4, 8, 12, 16):
+        begin_anew(step)
+    assert steps_in(run_dir / "checkpoints") == [16]
+    names = [".previous", ".previous-2", ".previous-3"]
+    for name, step in zip(names, (4, 8, 12), strict=True):
+        previous = run_dir / f"checkpoints{name}"
+        assert steps_in(previous) == [step]
+        assert (previous / "metrics.jsonl").read_text() == f'{{"step": {step}}}\n'
+    assert len(told) == 3 and f"up to step-12, are in {run_dir}/checkpoints.previous-3 now" in told[-1]
 
 
 def test_other_data_than_the_checkpoints_is_told(tmp_path: Path) -> None:

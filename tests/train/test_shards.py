@@ -25,7 +25,9 @@ from tests.data.conftest import fables, tokenizer_folder
 from tests.ranks import run_ranks
 from tests.train.host_runs import train_as_rank
 from tests.train.model_configs import config_file
+from tests.train.rank_runs import train
 
+_ALONE = ["--sharding.partition-size", "1", "--report.eval-interval", "1"]
 __all__ = ["fables", "tokenizer_folder"]  # fixtures
 
 
@@ -174,6 +176,18 @@ def test_weights_that_know_other_tokens_are_refused(fables: TokenData, tmp_path:
     open_sequences(_config(fables.folder, name=str(model), vocab_size=None, from_scratch=True))
 
 
+def test_a_model_whose_padding_is_text_is_refused(fables: TokenData, tmp_path: Path) -> None:
+    """That token would not learn, and RoBERTa would count no position where it stands."""
+    pytest.importorskip("transformers")
+    model = config_file(tmp_path / "model", "roberta", vocab_size=400, pad_token_id=9)
+    with pytest.raises(
+        SettingsError, match=r"pad_token_id, 9, to be no text, .* special tokens 0, 1, 2, 3, 4"
+    ):
+        open_sequences(_config(fables.folder, name=str(model), vocab_size=None))
+    model = config_file(tmp_path / "other", "roberta", vocab_size=400)
+    open_sequences(_config(fables.folder, name=str(model), vocab_size=None))
+
+
 def test_a_damaged_folder_ends_before_any_rank_starts(
     fables: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +203,18 @@ def test_a_damaged_folder_ends_before_any_rank_starts(
     assert "train-00000.npy: expected a shard of 6,128 bytes, found 1,000" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "o").exists()
+
+
+def test_shards_that_hold_nothing_out_are_trained_without_validation(tmp_path: Path) -> None:
+    """One line says so; nothing of the results needs a validation loss."""
+    (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
+    args = ["--tokenizer", "bytes", "--documents", "line", "--validation-share", "0"]
+    shards = tmp_path / "shards"
+    assert main(["data", "prepare", str(tmp_path / "text.txt"), "--out", str(shards), *args]) == 0
+    given = ["--output-dir", str(tmp_path), "--data.shards", str(shards), "--steps", "2"]
+    code, shown = run_ranks(1, train, _free_port(), [*given, *_ALONE], launch="variables")[0]
+    assert code == 0 and shown.count("no validation: the shards hold nothing out") == 1
+    assert json.loads((tmp_path / "demo/run.json").read_text())["final_validation_loss"] is None
 
 
 def test_settings_take_lists(fables: TokenData, tmp_path: Path) -> None:
@@ -227,7 +253,7 @@ def test_settings_take_lists(fables: TokenData, tmp_path: Path) -> None:
 def test_training_on_shards_is_the_same_on_other_ranks(fables: TokenData, tmp_path: Path) -> None:
     """Two ranks, and four that go on from the middle: the same losses. The wait for data is measured."""
 
-    def train(name: str, ranks: int, *more: str) -> list[dict[str, Any]]:
+    def measured(name: str, ranks: int, *more: str) -> list[dict[str, Any]]:
         args = ["--name", name, "--output-dir", str(tmp_path), "--data.shards", str(fables.folder)]
         args += [str(fables.folder), "--data.weights", "1", "2", "--model.vocab-size", "400"]
         args += ["--global-batch", "8", "--batch-size", "2", "--report.interval", "1", "--data.verify"]
@@ -237,10 +263,10 @@ def test_training_on_shards_is_the_same_on_other_ranks(fables: TokenData, tmp_pa
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return [row for row in rows if "loss" in row]
 
-    two = train("two", 2, "--steps", "4")
+    two = measured("two", 2, "--steps", "4")
     assert [row["data_wait"] >= 0 for row in two] == [True] * 4
     shutil.copytree(tmp_path / "two" / "checkpoints", tmp_path / "started")
-    four = train("four", 4, "--steps", "4", "--checkpoint.resume", str(tmp_path / "started" / "step-2"))
+    four = measured("four", 4, "--steps", "4", "--checkpoint.resume", str(tmp_path / "started" / "step-2"))
     losses = [row["loss"] for row in two]
     assert losses[0] > losses[-1]
     assert [row["loss"] for row in four] == pytest.approx(losses[2:], abs=2e-4)

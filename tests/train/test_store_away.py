@@ -115,6 +115,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_run_outlives_its_store(tmp_path: Path, environ: dict[str, str]) -> None:
     """Saves fail with a warning and training goes on; the last checkpoint is whole, and resumes exactly."""
     url, closed = "s3://away/run", tmp_path / "closed"

@@ -5,8 +5,9 @@ Ranks on processors share cores, and on GPUs multiprocessors; links may share a 
 
 from __future__ import annotations
 
+import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,8 @@ from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, cost
 
 _LEAST_SECONDS: Final = 0.1  # of each, so that they really meet
+_KINDS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+"""What is measured beside something else: a forward has gathers beside it, a backward reductions."""
 _LINK_SECONDS: Final = 0.02  # of one collective beside those of the other link: large, as in a step
 _NUM_REPEATS: Final = 3
 _MOST_SLOWDOWN: Final = 3.0  # more is another program that came in between
@@ -52,12 +55,20 @@ def measure_beside_link(
     *,
     max_nbytes: int,
     max_seconds: float,
-) -> Together:
-    """A block's forward and backward beside all-gathers that take about as long."""
+) -> float:
+    """How much slower a block's forward and backward are beside collectives that take about as long."""
     block = work.block()
     alone = watch.time(block, repeats=1).seconds
-    gather = _gather(groups, cluster, division, alone, max_nbytes=max_nbytes, device=work.device)
-    return _measure(watch, block, gather, work.device, max_seconds=max_seconds)
+    return _mean(
+        _measure(
+            watch,
+            block,
+            _collective(kind, groups, cluster, division, alone, max_nbytes=max_nbytes, device=work.device),
+            work.device,
+            max_seconds=max_seconds / len(_KINDS),
+        )
+        for kind in _KINDS
+    )
 
 
 def measure_links_together(
@@ -68,16 +79,27 @@ def measure_links_together(
     *,
     max_nbytes: Mapping[Division, int],
     max_seconds: float,
-) -> Together:
-    """All-gathers inside nodes beside all-gathers between them."""
-    gathers = [
-        _gather(groups, cluster, name, _LINK_SECONDS, max_nbytes=max_nbytes[name], device=device)
-        for name in LINK_NAMES
-    ]
-    return _measure(watch, gathers[0], gathers[1], device, max_seconds=max_seconds)
+) -> float:
+    """How much slower collectives inside nodes are beside collectives between them."""
+
+    def together(kind: Kind) -> Together:
+        inside, between = (
+            _collective(
+                kind, groups, cluster, name, _LINK_SECONDS, max_nbytes=max_nbytes[name], device=device
+            )
+            for name in LINK_NAMES
+        )
+        return _measure(watch, inside, between, device, max_seconds=max_seconds / len(_KINDS))
+
+    return _mean(map(together, _KINDS))
 
 
-def _gather(
+def _mean(found: Iterable[Together]) -> float:
+    return statistics.mean(each.slowdown for each in found)
+
+
+def _collective(
+    kind: Kind,
     groups: Groups,
     cluster: Cluster,
     division: Division,
@@ -86,14 +108,14 @@ def _gather(
     max_nbytes: int,
     device: torch.device,
 ) -> Callable[[], None]:
-    """An all-gather that takes about ``seconds``, by the links of ``cluster``."""
+    """A collective that takes about ``seconds``, by the links of ``cluster``."""
     span = groups.span(division)
     nbytes = min(
         sizes(max_nbytes),
-        key=lambda size: abs(cost(cluster, Kind.ALL_GATHER, span, size).seconds - seconds),
+        key=lambda size: abs(cost(cluster, kind, span, size).seconds - seconds),
     )
     buffer = torch.zeros(nbytes // 4 // span.size * span.size, dtype=torch.float32, device=device)
-    return groups.action(division, Kind.ALL_GATHER, buffer)
+    return groups.action(division, kind, buffer)
 
 
 def _measure(

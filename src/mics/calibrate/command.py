@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import tyro
 
@@ -26,6 +26,7 @@ from mics.train.settings_file import load_settings
 from mics.utils.command_line import parse
 from mics.utils.extras import require
 from mics.utils.numbers import percent, plural
+from mics.utils.own_ranks import num_own_ranks, start_ranks
 from mics.utils.progress import long_work
 
 _DEFAULT_MODELS: Final = {"cuda": "gpt-1.3b", "cpu": "gpt-tiny"}
@@ -33,11 +34,30 @@ _MODEL = "What to compute: a named size, a config.json or module:function, as in
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """The ranks that measure; unset takes the settings of --config."""
+
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Where to compute; auto takes the GPUs if there are any."""
+    ranks_per_node: int | None = None
+    """Without a launcher, ranks on this machine: unset is one for each GPU, and at least 2."""
+    ranks_per_gpu: int | None = None
+    """Ranks per GPU; unset is as few as possible."""
+    timeout_seconds: int | None = None
+    """Timeout of collectives in seconds."""
+
+    def over(self, run: LaunchSettings) -> LaunchSettings:
+        """Those of the run, but for what is set here."""
+        return replace(run, **{name: value for name, value in asdict(self).items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
     """Measure the cluster that this runs on, and write the file that describes it.
 
-    Start it as the training is started: torchrun -m mics.cli calibrate. mics plan --cluster reads the file;
-    mics train finds it beside its --config file or in the working directory.
+    Start it as the training is started: torchrun -m mics.cli calibrate. Without a launcher it measures this
+    machine alone. mics plan --cluster reads the file; mics train finds it beside its --config file or in the
+    working directory.
     """
 
     out: Path = Path("cluster.yaml")
@@ -53,7 +73,7 @@ class CalibrateConfig:
     """The largest collective, in MiB."""
     picture: Path | None = None
     """Also draw what was measured to this PNG, and to one whose name ends in -dark for dark pages."""
-    launch: LaunchSettings = field(default_factory=LaunchSettings)
+    launch: RankSettings = field(default_factory=RankSettings)
 
     def check(self) -> None:
         """Raise if a number makes no sense."""
@@ -67,18 +87,15 @@ class CalibrateConfig:
 
 
 def calibrate(args: Sequence[str]) -> int:
-    """Parse, measure as the rank this process is, write on rank 0."""
+    """Parse, then measure as the rank this process is and write on rank 0, or start ranks that do."""
     config = parse(CalibrateConfig, args, prog="mics calibrate")
     config.check()
     if config.picture is not None:
         require("plot", "--picture")
-    if "RANK" not in os.environ:
-        raise SettingsError(
-            "expected ranks, found one process without a launcher; start it as the training "
-            "is started, for example torchrun --nproc-per-node 2 -m mics.cli calibrate"
-        )
     run = None if config.config is None else load_settings(TrainConfig, config.config)
-    launch = config.launch if run is None or config.launch != LaunchSettings() else run.launch
+    launch = config.launch.over(LaunchSettings() if run is None else run.launch)
+    if "RANK" not in os.environ:
+        return _start(launch, args)
     with joined(launch) as me:
         world = join_world()
         try:
@@ -93,6 +110,17 @@ def calibrate(args: Sequence[str]) -> int:
         if me.rank == 0:
             _publish(found, config, work)
     return 0
+
+
+def _start(launch: LaunchSettings, args: Sequence[str]) -> int:
+    """On this machine alone, which is wrong for a run on several."""
+    if launch.hosts is not None and launch.hosts > 1:
+        raise SettingsError(
+            f"launch.hosts: expected a launcher on each of the {launch.hosts} hosts, found none; start it as "
+            f"the training is started: torchrun --nnodes {launch.hosts} ... -m mics.cli calibrate"
+        )
+    num_ranks = launch.ranks_per_node or max(2, num_own_ranks(launch.device, None))
+    return start_ranks("calibrate", args, num_ranks=num_ranks, explained=(2,))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,14 +90,14 @@ def calibrate_world(
             beside = measure_beside_link(
                 watch, work, groups, cluster, name, max_nbytes=largest[name], max_seconds=share
             )
-            slow = replace(getattr(cluster, name), slowdown=beside.slowdown)
+            slow = replace(getattr(cluster, name), slowdown=beside)
             cluster = with_link(cluster, name, slow)
             advance()
     if len(groups.collectives) > 1:
         found = measure_links_together(
             watch, groups, cluster, work.device, max_nbytes=largest, max_seconds=share
         )
-        cluster = replace(cluster, link_slowdown=found.slowdown)
+        cluster = replace(cluster, link_slowdown=found)
         advance()
     host = min(watch.tell(host_nbytes()))
     return Calibration(

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import tyro
 
 from mics.data.documents import DocumentFormat, Kind, Separator
-from mics.data.index import Split, changed_shards, check_files, read_index
+from mics.data.index import Split, changed_shards, read_index, wrong_tokenizer
 from mics.data.preparing import Preparing
 from mics.data.preparing import prepare as prepare_folder
 from mics.data.token_data import TokenData
@@ -141,16 +141,17 @@ def _beginning(opened: TokenData) -> list[int]:
 
 
 def verify(folder: _Folder) -> int:
-    """Read every shard. Exit code 1 where one is not what was written.
+    """Read every shard, and name each that is not what was written. Exit code 1 where there is one.
 
     Args:
         folder: the folder.
     """
     index = read_index(folder)
-    check_files(folder, index)
     nbytes = sum(shard.nbytes for shard in index.shards)
     with long_work("verify", nbytes) as work:
         wrong = changed_shards(folder, index.shards, progress=work.advance)
+    tokenizer = wrong_tokenizer(folder, index)
+    wrong += [tokenizer] if tokenizer is not None else []
     for problem in wrong:
         print(problem, file=sys.stderr)
     if wrong:
@@ -183,5 +184,6 @@ def tokenizer(
     """
     reading = DocumentFormat(kind=kind, field=field, separator=documents)
     found = train_tokenizer(files, out, vocab_size=vocab_size, reading=reading, objective=objective)
-    print(f"written: {out}: {found:,} tokens")
+    fewer = f" of {vocab_size:,}: the text has no more pairs to merge" if found < vocab_size else ""
+    print(f"written: {out}: {found:,} tokens{fewer}")
     return 0

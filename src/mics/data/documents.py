@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ _PARQUET: Final = (".parquet", ".pq")
 _COMPRESSED: Final = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _PARQUET_ROWS: Final = 1024
 _PASSAGE_CHARACTERS: Final = 8192
+_AS_LINES: Final = "write an array as lines with jq -c '.[]', or objects of many lines with jq -c ."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class DocumentFormat:
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Files as given; of a folder all that are in it, by name, but for hidden ones."""
+    """Files as given; of a folder all that are in it, by name, but for hidden ones. Each must come once."""
     found = []
     for path in paths:
         if path.is_dir():
@@ -49,6 +51,13 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             raise SettingsError(f"{path}: expected a file or a folder that exists, found none")
     if not found:
         raise SettingsError("FILES: expected at least one file of text, found none")
+    num_times = Counter(file.resolve() for file in found)
+    twice = next((file for file in found if num_times[file.resolve()] > 1), None)
+    if twice is not None:  # a copy for training and one for validation, or a text that counts for more
+        raise SettingsError(
+            f"{twice}: expected each file once, found it {num_times[twice.resolve()]} times; name it or its "
+            "folder once"
+        )
     return found
 
 
@@ -134,13 +143,17 @@ def _jsonl(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise SettingsError(
-                f"{file}, line {number}: expected JSON, one value in each line, found: {error}"
+                f"{file}, line {number}: expected JSON, one object in each line, found: {error}; {_AS_LINES}"
             ) from None
-        if not isinstance(row, dict) or how.field not in row:
-            found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        if not isinstance(row, dict):
+            found = "an array" if isinstance(row, list) else type(row).__name__
+            raise SettingsError(
+                f"{file}, line {number}: expected JSON, one object in each line, found {found}; {_AS_LINES}"
+            )
+        if how.field not in row:
             raise SettingsError(
                 f"{file}, line {number}: expected text in the field {how.field!r}, found "
-                f"{found or 'no field'}; name the field with --field"
+                f"{', '.join(row) or 'no field'}; name the field with --field"
             )
         if row[how.field] is not None:  # as in parquet, a row without a value is no document
             yield _checked(row[how.field], f"{file}, line {number}: expected text in the field {how.field!r}")

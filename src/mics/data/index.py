@@ -20,6 +20,7 @@ BYTES: Final = "bytes"
 _FORMAT: Final = "mics token shards"
 _VERSION: Final = 1
 _READ_NBYTES: Final = 1 << 22
+_MEND: Final = "copy it again, or prepare the data again"
 Split = Literal["train", "validation"]
 DTYPES: Final = {"uint16": 2, "uint32": 4}
 """What shards are made of, and the bytes of a token."""
@@ -131,62 +132,69 @@ def check_files(folder: Path, index: ShardIndex) -> None:
     """Raise if a shard is missing or has another size, or if the tokenizer's file is not the one that was
     used: no shard is read."""
     for shard in index.shards:
-        file = folder / shard.file
-        try:
-            nbytes = file.stat().st_size
-        except FileNotFoundError:
-            raise SettingsError(
-                f"{file}: expected a shard of {shard.nbytes:,} bytes, found no such file; copy it again, or "
-                "prepare the data again"
-            ) from None
-        except OSError as error:
-            raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
-        if nbytes != shard.nbytes:
-            raise SettingsError(
-                f"{file}: expected a shard of {shard.nbytes:,} bytes, found {nbytes:,}; copy it again, or "
-                "prepare the data again"
-            )
-
-    if index.tokenizer != BYTES:
-        _check_tokenizer(folder / TOKENIZER_FOLDER / TOKENIZER_FILE, index.tokenizer)
+        _raise(_wrong_size(folder, shard))
+    _raise(wrong_tokenizer(folder, index))
 
 
-def _check_tokenizer(file: Path, digest: str) -> None:
-    """What a trained model is sampled and exported with."""
+def _raise(problem: str | None) -> None:
+    if problem is not None:
+        raise SettingsError(problem)
+
+
+def _wrong_size(folder: Path, shard: Shard) -> str | None:
+    file = folder / shard.file
+    try:
+        nbytes = file.stat().st_size
+    except FileNotFoundError:
+        found = "no such file"
+    except OSError as error:
+        return f"{file}: could not be read: {error.strerror or error}"
+    else:
+        if nbytes == shard.nbytes:
+            return None
+        found = f"{nbytes:,}"
+    return f"{file}: expected a shard of {shard.nbytes:,} bytes, found {found}; {_MEND}"
+
+
+def wrong_tokenizer(folder: Path, index: ShardIndex) -> str | None:
+    """What is wrong with the tokenizer's file, if anything: a model is sampled and exported with it."""
+    if index.tokenizer == BYTES:
+        return None
+    file = folder / TOKENIZER_FOLDER / TOKENIZER_FILE
     try:
         found = digest_of(file)
     except FileNotFoundError:
-        raise SettingsError(
-            f"{file}: expected the tokenizer of these shards, found no such file; copy it again, or prepare "
-            "the data again"
-        ) from None
+        return f"{file}: expected the tokenizer of these shards, found no such file; {_MEND}"
     except OSError as error:
-        raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
-    if found != digest:
-        raise SettingsError(
-            f"{file}: expected the digest {digest}, found {found}: the shards were not prepared with it; "
-            "copy it again, or prepare the data again"
-        )
+        return f"{file}: could not be read: {error.strerror or error}"
+    if found == index.tokenizer:
+        return None
+    return (
+        f"{file}: expected the digest {index.tokenizer}, found {found}: the shards were not prepared with "
+        f"it; {_MEND}"
+    )
 
 
 def changed_shards(
     folder: Path, shards: Sequence[Shard], *, progress: Callable[[int], object] = lambda nbytes: None
 ) -> list[str]:
-    """Read every shard; a sentence for each that is not what was written."""
-    wrong = []
-    for shard in shards:
-        file = folder / shard.file
-        try:
-            found = digest_of(file, progress=progress)
-        except OSError as error:
-            wrong.append(f"{file}: could not be read: {error.strerror or error}")
-            continue
-        if found != shard.digest:
-            wrong.append(
-                f"{file}: expected the digest {shard.digest}, found {found}: it was changed after it was "
-                "written; copy it again, or prepare the data again"
-            )
-    return wrong
+    """Read every shard that has its size; a sentence for each that is not what was written."""
+    found = (_wrong_size(folder, shard) or _changed(folder, shard, progress) for shard in shards)
+    return [problem for problem in found if problem is not None]
+
+
+def _changed(folder: Path, shard: Shard, progress: Callable[[int], object]) -> str | None:
+    file = folder / shard.file
+    try:
+        found = digest_of(file, progress=progress)
+    except OSError as error:
+        return f"{file}: could not be read: {error.strerror or error}"
+    if found == shard.digest:
+        return None
+    return (
+        f"{file}: expected the digest {shard.digest}, found {found}: it was changed after it was written; "
+        f"{_MEND}"
+    )
 
 
 def digest_of(file: Path, *, progress: Callable[[int], object] = lambda nbytes: None) -> str:

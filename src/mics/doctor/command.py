@@ -27,8 +27,8 @@ class DoctorConfig:
     """Find what would make a run fail or crawl, in under a minute: one line each, with the way out.
 
     Start it as you will start the training, on all hosts: torchrun ... -m mics.cli doctor --config run.yaml.
-    Without a launcher it starts one rank for each GPU of this machine, or two on the CPU. The exit code is 0
-    for go (there may be warnings), 1 for no-go and 2 for wrong settings.
+    Without a launcher it starts launch.ranks_per_node ranks on this machine: unset is one for each GPU, or
+    two on the CPU. The exit code is 0 for go (there may be warnings), 1 for no-go and 2 for wrong settings.
     """
 
     config: Path | None = None
@@ -55,12 +55,14 @@ def doctor(args: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return _examine(config)
     from mics.doctor.settings import read_settings
-    from mics.doctor.start import start_ranks
+    from mics.utils.own_ranks import num_own_ranks, start_ranks
 
     settings = read_settings(config.config, config.checkpoint_dir)
     if settings.train is None:
         raise SettingsError(settings.error)
-    return start_ranks(args, device=settings.train.launch.device)
+    launch = settings.train.launch
+    num_ranks = num_own_ranks(launch.device, launch.ranks_per_node)
+    return start_ranks("doctor", args, num_ranks=num_ranks, explained=(1, 2))
 
 
 def _examine(config: DoctorConfig) -> int:

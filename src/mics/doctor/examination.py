@@ -43,10 +43,11 @@ from mics.doctor.transfers import Network, able_nodes
 from mics.errors import SettingsError
 from mics.train.config import TrainConfig
 from mics.train.ranks import Rank, read_rank
+from mics.train.sequences import open_sequences
 
 T = TypeVar("T")
 _WHOLE_SECONDS: Final = 55.0
-_LIMITS: Final = {"facts": 15.0, "clocks": 3.0, "folder": 8.0, "compute": 12.0, "network": 35.0}
+_LIMITS: Final = {"facts": 15.0, "data": 8.0, "clocks": 3.0, "folder": 8.0, "compute": 12.0, "network": 35.0}
 _MARGIN_SECONDS: Final = 2.0
 
 
@@ -142,12 +143,32 @@ def state_facts(place: Place, settings: RunSettings) -> tuple[RankFacts, Rank | 
         max_restarts=None if restarts is None else int(restarts),
         settings_error=settings.error,
         settings_digest=settings.digest,
-        missing_shards=[]
-        if settings.train is None
-        else [str(each) for each in settings.train.data.missing_shards],
         gpu_error=gpu_error,
     )
+    if settings.train is not None and place.local_rank == 0:
+        facts = replace(facts, **_look_at_data(settings.train, me.num_ranks if me is not None else 1))
     return facts, me
+
+
+def _look_at_data(train: TrainConfig, num_ranks: int) -> dict[str, Any]:
+    """What training would say about its data on this host: sizes of shards, vocabulary, enough sequences."""
+
+    def look() -> str:
+        try:
+            open_sequences(train).check_validation(train.batch_size * num_ranks)
+        except SettingsError as error:
+            return str(error)
+        return ""
+
+    missing = [str(folder) for folder in train.data.missing_shards]
+    if missing:
+        return {"missing_shards": missing}
+    box = Boxed(look)
+    box.start()
+    box.join(_LIMITS["data"])
+    if box.is_alive():
+        return {"data_seen": False}
+    return {"data_error": f"data: could not be read: {box.error!r}" if box.error else box.value}
 
 
 def able_ranks(survey: Survey) -> list[int]:

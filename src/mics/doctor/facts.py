@@ -133,6 +133,10 @@ class RankFacts:
     settings_digest: str = ""
     missing_shards: list[str] = field(default_factory=list)
     """Of the folders to train on, those that have none here."""
+    data_error: str = ""
+    """Why training could not read its data here; the first rank of a node looks."""
+    data_seen: bool = True
+    """False: to look at all of it takes too long."""
     gpu_error: str = ""
     """Why the GPU cannot be used."""
 

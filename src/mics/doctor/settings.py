@@ -39,6 +39,9 @@ def _wishes(train: TrainConfig, checkpoint_dir: str | None, *, known: bool) -> W
         checkpoint_nbytes=_NBYTES_PER_PARAMETER * num_parameters(train) if known else None,
         kept=train.checkpoint.keep,
         partition_size=train.sharding.partition_size,
+        shards=train.data.shards,
+        num_nodes=train.launch.hosts,
+        ranks_per_node=train.launch.ranks_per_node,
     )
 
 

@@ -36,6 +36,11 @@ class Wishes:
     kept: int = 1
     """Checkpoints that are kept."""
     partition_size: int | None = None
+    shards: tuple[Path, ...] = ()
+    """Folders to train on; none: a text."""
+    num_nodes: int | None = None
+    """Hosts that the run is meant for; None: any number."""
+    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

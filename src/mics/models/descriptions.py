@@ -41,12 +41,33 @@ class ModelDescription:
     hidden_size: int = 0
     vocab_size: int = 0
     """0: not known."""
+    pad_token: int | None = None
+    """The token that it takes for padding: its embedding does not learn, and in some it has no position."""
     gpt: GPTConfig | None = None
     """Of a named size."""
     folder: Path | None = None
     """Of a config: weights, generation settings and a tokenizer may lie beside it."""
     weights: Path | None = None
     """A folder that was described, where it has weights."""
+
+    @property
+    def way_to_more_tokens(self) -> str:
+        """What to do where its vocabulary is smaller than that of the data."""
+        if self.source == "size":
+            return "set model.vocab_size to that or more"
+        if self.weights is not None:
+            return "prepare the data with the tokenizer of the model"
+        return f"set the vocabulary to that or more in {self.where}"
+
+    @property
+    def where(self) -> str:
+        """Where its numbers are."""
+        places = {
+            "size": "the settings",
+            "config": "its config.json",
+            "function": "the function that builds it",
+        }
+        return places[self.source]
 
 
 @lru_cache(maxsize=16)
@@ -117,6 +138,7 @@ def _of_config(file: Path, *, folder: Path | None, objective: Objective | None) 
         seq_len=huggingface.usable_length(config),
         hidden_size=config_number(config, WIDTH_NAMES) or 0,
         vocab_size=config_number(config, ("vocab_size",)) or 0,
+        pad_token=getattr(config, "pad_token_id", None),
         folder=file.parent,
         weights=folder if folder is not None and huggingface.has_weights(folder) else None,
     )

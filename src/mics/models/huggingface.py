@@ -27,6 +27,8 @@ CONFIG: Final = "config.json"
 WIDTH_NAMES: Final = ("hidden_size", "n_embd", "d_model", "dim")
 LENGTH_NAMES: Final = ("max_position_embeddings", "n_positions", "seq_len", "max_seq_len")
 HEADS_NAMES: Final = ("num_attention_heads", "n_head", "num_heads")
+_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
+_FRESH: Final = "begin with fresh weights: --model.from-scratch"
 _SHOWN: Final = "llama, mistral, qwen2, gpt2, gpt_neox, bert, roberta, ..."
 _AUTO: Final = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 # Their positions begin after that of the padding token, so that many fewer are of use.
@@ -53,17 +55,38 @@ def usable_length(config: Any) -> int:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether weights of any format lie in a folder."""
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    """Whether a folder has weights of any format, or an index that names some."""
+    patterns = (*_WEIGHTS, "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def check_weights(folder: Path) -> None:
-    """Raise if the weights of a folder are of no format that is read straight into shards."""
-    if not any(folder.glob("*.safetensors")):
+    """Raise if weights of a folder are missing, or of no format that is read straight into shards."""
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise SettingsError(
             f"--model {folder}: expected weights as safetensors, found pytorch_model.bin; convert them, or "
-            "begin with fresh weights: --model.from-scratch"
+            f"{_FRESH}"
         )
+    for index in sorted(folder.glob(_WEIGHTS[1])):
+        named = _named_files(index)
+        missing = [name for name in named if not (folder / name).is_file()]
+        if missing:
+            raise SettingsError(
+                f"--model {folder}: expected the {len(named)} files that {index.name} names, found "
+                f"{len(named) - len(missing)} of them, {missing[0]} is missing; download the model again, or "
+                f"{_FRESH}"
+            )
+
+
+def _named_files(index: Path) -> list[str]:
+    """The files of weights that an index names."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SettingsError(
+            f"--model {index}: expected JSON with a weight_map of tensors to files, found: {error}; download "
+            f"the model again, or {_FRESH}"
+        ) from None
 
 
 def config_in(folder: Path) -> Path:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -15,11 +16,11 @@ from torch.optim import Optimizer
 import mics
 from mics.checkpoint.arguments import as_place
 from mics.checkpoint.folders import latest_in, point_latest, step_name, steps_in
-from mics.checkpoint.opening import find_checkpoint
+from mics.checkpoint.opening import find_checkpoint, open_checkpoint
 from mics.checkpoint.remote import remove
 from mics.checkpoint.storage import Place, read_file, storage_of
 from mics.comm import join_world
-from mics.train.config import TrainConfig
+from mics.train.config import METRICS_FILE, TrainConfig
 from mics.train.data import Dealing
 from mics.train.model import seed_rank
 from mics.train.ranks import Rank
@@ -157,7 +158,7 @@ class Checkpoints:
             # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
             seed_rank(self._config.seed, step=step, rank=self._me.rank)
         if own and self._me.rank == 0:
-            _forget_later(self._config.checkpoint_dir, folder)
+            _forget_later(self._config, folder, self._tell)
         self._tell(f"going on from {folder}, after step {step}")
         if digest not in (None, self._data_digest):
             self._tell(
@@ -174,7 +175,9 @@ class Checkpoints:
         found: tuple[list[Place], bool] | mics.CheckpointError | mics.SettingsError | None = None
         if self._me.rank == 0:
             try:
-                found = find_candidates(self._config, restarted=restarted, environ=os.environ)
+                found = find_candidates(
+                    self._config, restarted=restarted, environ=os.environ, tell=self._tell
+                )
             except (mics.CheckpointError, mics.SettingsError) as error:
                 found = error
             except OSError as error:
@@ -218,10 +221,30 @@ def _count(value: Any, *, least: int) -> int:
     return value
 
 
+def check_places(config: TrainConfig) -> None:
+    """Raise if the files that a run begins with, or its folder of checkpoints, cannot be read.
+
+    A file of weights that is torn, a store that is not known or refuses us: the ranks would find out later.
+    """
+    wanted = config.checkpoint.resume
+    try:
+        if config.model.weights is not None:
+            open_checkpoint(config.model.weights)
+        if config.checkpoint.interval:
+            latest_in(config.checkpoint_dir)
+        if wanted not in ("auto", "latest"):
+            find_checkpoint(as_place(wanted, "checkpoint.resume"))
+    except mics.CheckpointError as error:
+        raise mics.SettingsError(str(error)) from None
+
+
 def find_candidates(
-    config: TrainConfig, *, restarted: bool, environ: Mapping[str, str]
+    config: TrainConfig, *, restarted: bool, environ: Mapping[str, str], tell: Callable[[str], None] = print
 ) -> tuple[list[Place], bool]:
-    """Checkpoints to go on from, best first, and whether they are this run's; none where it begins anew."""
+    """Checkpoints to go on from, best first, and whether they are this run's; none where it begins anew.
+
+    ``tell`` is given a line where a run that begins anew moves those of an earlier one aside.
+    """
     folder, wanted = config.checkpoint_dir, config.checkpoint.resume
     if wanted == "latest" or _same_job(folder, restarted=restarted, environ=environ):
         own = _newest_first(folder)
@@ -234,12 +257,12 @@ def find_candidates(
         if candidates[0] != path:  # a folder of checkpoints
             candidates = _newest_first(path)
         if path.resolve() not in (folder.resolve(), *(each.resolve() for each in _newest_first(folder))):
-            _move_aside(folder)
+            _move_aside(config, tell)
             _note_job(config, environ)
             return candidates, False
         _note_job(config, environ)
         return candidates, True
-    _move_aside(folder)
+    _move_aside(config, tell)
     _note_job(config, environ)
     return [], True
 
@@ -286,11 +309,12 @@ def _forget_job(folder: Place) -> None:
         logging.getLogger("mics").warning("%s", error)
 
 
-def _move_aside(folder: Place) -> None:
-    """Make room for a new run's checkpoints. Those of the run before stay, until there is one more.
+def _move_aside(config: TrainConfig, tell: Callable[[str], None]) -> None:
+    """Make room for a new run's checkpoints. Those of earlier runs stay, with their measurements.
 
     On a store nothing can be moved without a copy of every byte: there the user says what to do with them.
     """
+    folder = config.checkpoint_dir
     found = steps_in(folder)
     if found and not isinstance(folder, Path):
         raise mics.SettingsError(
@@ -299,14 +323,21 @@ def _move_aside(folder: Place) -> None:
         )
     if found:
         assert isinstance(folder, Path)
-        folder.rename(_emptied(_previous_of(folder)))
+        previous = _unused_previous(folder)
+        folder.rename(previous)
+        _keep_measurements(config, previous)
+        tell(
+            f"the checkpoints of an earlier run, up to {step_name(found[-1])}, are in {previous} now; "
+            f"--checkpoint.resume {previous} goes on from them"
+        )
 
 
-def _forget_later(folder: Place, chosen: Place) -> None:
+def _forget_later(config: TrainConfig, chosen: Place, tell: Callable[[str], None]) -> None:
     """Let ``chosen`` be the latest. Those after it are torn, or of a course that is not taken again.
 
     On a disk they are moved aside, on a store they are removed.
     """
+    folder = config.checkpoint_dir
     steps = steps_in(folder)
     chosen_step = next((step for step in steps if step_name(step) == chosen.name), None)
     later = [] if chosen_step is None else [step for step in steps if step > chosen_step]
@@ -316,16 +347,23 @@ def _forget_later(folder: Place, chosen: Place) -> None:
             for step in later:
                 storage_of(folder).remove(folder / step_name(step))
             return
-        previous = _emptied(_previous_of(folder))
+        previous = _unused_previous(folder)
+        previous.mkdir()
         for step in later:
             (folder / step_name(step)).rename(previous / step_name(step))
+        _keep_measurements(config, previous)
+        tell(f"the checkpoints after {chosen.name} are in {previous} now")
 
 
-def _previous_of(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".previous")
+def _keep_measurements(config: TrainConfig, previous: Path) -> None:
+    """Beside the checkpoints that they belong to: the run writes its own, from here on."""
+    file = config.run_dir / METRICS_FILE
+    if file.is_file():
+        shutil.copyfile(file, previous / METRICS_FILE)
 
 
-def _emptied(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+def _unused_previous(folder: Path) -> Path:
+    """``checkpoints.previous``, or ``checkpoints.previous-2`` and so on: what is there is not replaced."""
+    first = folder.with_name(folder.name + ".previous")
+    names = (first if number == 1 else first.with_name(f"{first.name}-{number}") for number in count(1))
+    return next(name for name in names if not name.exists())

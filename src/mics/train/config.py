@@ -14,12 +14,19 @@ from mics.checkpoint.arguments import as_place
 from mics.checkpoint.storage import Place
 from mics.data.index import INDEX_FILE, TOKENIZER_FOLDER
 from mics.errors import SettingsError
+from mics.layout.compression import Compression, Hop2
 from mics.models import GPTConfig
 from mics.models.descriptions import ModelDescription, describe_model, describe_size
 from mics.models.huggingface import check_weights, refuse_kind
 from mics.utils.global_batch import AskedBatch
 from mics.utils.numbers import TokenCount
 
+METRICS_FILE: Final = "metrics.jsonl"
+"""Measurements of a run, in its folder."""
+_CAUSAL_SHARE: Final = 0.5
+_MASKED_SHARE: Final = 0.2
+"""Learning rate times width. BERT has 0.08, and RoBERTa 0.46 with batches of 8,000 sequences: with 0.5 the
+loss of a small RoBERTa jumps near the peak, and gradient norms reach 26."""
 _OF_SIZES: Final = ("num_layers", "num_heads", "hidden_size", "vocab_size", "dropout")
 
 
@@ -72,6 +79,11 @@ class ModelSettings:
         """The folder whose weights the run begins with."""
         return None if self.from_scratch else self.build().weights
 
+    @property
+    def beginning(self) -> str:
+        """What a run begins with, as its header says it."""
+        return "fresh weights" if self.weights is None else f"weights of {self.weights}"
+
     def build(self) -> ModelDescription:
         """The full description of the model."""
         objective = None if self.objective == "auto" else self.objective
@@ -79,12 +91,11 @@ class ModelSettings:
         if found.gpt is not None:
             return describe_size(self.name, self._changed(found.gpt))
         for name in _OF_SIZES:
-            _require(
-                getattr(self, name) is None,
-                f"model.{name}",
-                f"it unset, since only named sizes can be changed and {self.name} is none; change the model",
-                getattr(self, name),
-            )
+            if getattr(self, name) is not None:
+                raise SettingsError(
+                    f"model.{name}: expected it unset beside --model {self.name}, found "
+                    f"{getattr(self, name)!r}; leave it out and change {found.where}"
+                )
         if self.seq_len is None:
             return found
         _require(self.seq_len >= 1, "model.seq_len", "at least 1", self.seq_len)
@@ -161,7 +172,8 @@ class OptimizerSettings:
     """AdamW, with linear warm-up and cosine decay of the learning rate."""
 
     learning_rate: float | None = None
-    """Peak learning rate, after the warm-up; unset is 0.5 / hidden size, since wider models need less."""
+    """Peak learning rate, after the warm-up; unset is 0.5 / hidden size, since wider models need less, and
+    0.2 / hidden size of a masked language model."""
     final_share: float = 0.1
     """Final learning rate as a fraction of the peak."""
     warmup_steps: int = 15
@@ -205,8 +217,16 @@ class ShardingSettings:
     model says that it saves time and memory allows it."""
     optimizer_state: Literal["device", "host"] = "device"
     """Where master weights and optimizer state are between steps; host: in pinned memory, for some time."""
-    lossless_refresh: bool = False
+    lossless_refresh: bool = True
     """Send new parameters to the replicas as how far each has moved: the same bits in fewer bytes."""
+    hop2: Hop2 | None = None
+    """Round gradients between replicas to this format; int8 and int4 have a scale for each 64 values."""
+    hop2_error_feedback: bool = True
+    """With hop2: keep what rounding loses, and send it in later steps."""
+    inter_gather: Literal["int8"] | None = None
+    """Round parameters that a partition group sends from node to node."""
+    inter_reduce: Literal["int8"] | None = None
+    """Round gradients that a partition group sends from node to node."""
     cluster: str | None = None
     """Cluster that the cost model reckons with: a name of mics plan, or a file. MICS_CLUSTER and a
     cluster.yaml that mics calibrate left beside the settings come first; unset: what the device suggests."""
@@ -230,6 +250,19 @@ class ShardingSettings:
         _require(size is None or size >= 1, "sharding.partition_size", "at least 1", size)
         ahead = self.prefetch
         _require(ahead is None or ahead >= 0, "sharding.prefetch", "0 or more", ahead)
+        one_format = self.hop2 is None or self.replica_reduce_dtype == "fp32"
+        expected = f"fp32 with hop2={self.hop2}, which is the format of the same gradients"
+        _require(one_format, "sharding.replica_reduce_dtype", expected, self.replica_reduce_dtype)
+
+    @property
+    def compression(self) -> Compression:
+        return Compression(
+            refresh="lossless" if self.lossless_refresh else None,
+            hop2=self.hop2,
+            hop2_error_feedback=self.hop2_error_feedback,
+            inter_gather=self.inter_gather,
+            inter_reduce=self.inter_reduce,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +281,8 @@ class ReportSettings:
     exposure_interval: int = 1000
     """Steps between measurements of exposed communication, each over two steps; 0 for none."""
     interval: int = 5
-    """Steps between measurements. Nothing synchronizes with the GPU between them."""
+    """Steps between measurements, whose loss and speeds are means over these steps. Nothing synchronizes with
+    the GPU between them."""
     eval_interval: int = 30
     """Steps between validations; 0 validates only at the end."""
     eval_batches: int = 2
@@ -285,8 +319,9 @@ class CheckpointSettings:
     asynchronous: bool = True
     """Write in the background: training pauses only while values are copied to host memory."""
     resume: str = "auto"
-    """auto: resume if the launcher restarted this run, else start anew; latest: resume from this run's latest
-    checkpoint if there is one; or the path or URL of a checkpoint to resume from."""
+    """auto: resume if the launcher restarted this run, else start anew (checkpoints of an earlier run of this
+    name move to checkpoints.previous); latest: resume from this run's latest checkpoint if there is one; or
+    the path or URL of a checkpoint to resume from."""
 
     def __post_init__(self) -> None:
         _require(self.interval >= 0, "checkpoint.interval", "0 or more", self.interval)
@@ -351,7 +386,7 @@ class TrainConfig:
     """YAML file with settings under the same names; command-line flags override it."""
     name: str = "demo"
     """Name of the run. Its results replace those of an earlier run of the same name, unless it resumes from
-    a checkpoint of it."""
+    a checkpoint of it. Checkpoints are not replaced: they move aside."""
     output_dir: Path = Path("runs")
     """Folder for the results: they go to <output-dir>/<name>."""
     steps: int = 120
@@ -407,8 +442,10 @@ class TrainConfig:
     @property
     def learning_rate(self) -> float:
         """The highest learning rate, given or derived."""
-        given = self.optimizer.learning_rate
-        return 0.5 / self.model.build().hidden_size if given is None else given
+        given, model = self.optimizer.learning_rate, self.model.build()
+        if given is not None:
+            return given
+        return (_MASKED_SHARE if model.objective == "masked" else _CAUSAL_SHARE) / model.hidden_size
 
     @property
     def run_dir(self) -> Path:

@@ -23,12 +23,14 @@ from mics.cost.shapes import ModelShape
 from mics.cost.step_bytes import step_bytes
 from mics.errors import SettingsError
 from mics.layout.assign import assign_sites
+from mics.train.checkpoints import check_places
 from mics.train.cluster_beside import cluster_beside
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing
 from mics.train.hosts import plan_hosts
 from mics.train.launch import LaunchPlan, plan_launch
-from mics.train.sequences import open_sequences
+from mics.train.model import check_model
+from mics.train.sequences import NO_VALIDATION, open_sequences
 from mics.train.sharding import block_parts
 from mics.utils.global_batch import GlobalBatch
 from mics.utils.numbers import count, memory, plural, volume, whole
@@ -61,8 +63,12 @@ def dry_run(config: TrainConfig, console: Console) -> int:
     found = plan_run(config)
     sequences = open_sequences(config)  # what is wrong with the data is an error here too
     sequences.check_validation(found.dealing.batch_size * found.launch.num_ranks)
+    check_model(config.model.build())
+    check_places(config)
     for line in _heading(found):
         console.print(line, highlight=False, markup=False)
+    if not sequences.has_validation:
+        console.print(NO_VALIDATION, highlight=False, markup=False)
     console.print(_unit_table(found))
     fits = _memory(found, console)
     _bytes(found, console)
@@ -93,7 +99,7 @@ def plan_run(config: TrainConfig) -> DryRun:
         wire_nbytes=_WIDTHS[config.sharding.reduce_dtype],
         over_replicas=config.sharding.optimizer_sharding != "partition",
         state_on_host=config.sharding.optimizer_state == "host",
-        lossless_refresh=config.sharding.lossless_refresh,
+        compression=config.sharding.compression,
         prefetch=config.sharding.prefetch,
     )
     width = _WIDTHS.get(config.sharding.param_dtype, usual)
@@ -148,7 +154,13 @@ def _partition_size(config: TrainConfig, model: ModelShape, cluster: Cluster) ->
         on_host = config.sharding.optimizer_state == "host"
         found = None
         if usable > 0:
-            found = fitting_partition(model, cluster, memory_nbytes=usable, state_on_host=on_host)
+            found = fitting_partition(
+                model,
+                cluster,
+                memory_nbytes=usable,
+                state_on_host=on_host,
+                compression=config.sharding.compression,
+            )
         return found or (cluster.ranks_per_node if usable <= 0 else world)
     if world % size:
         near = ", ".join(map(str, partition_sizes(cluster)))
@@ -167,7 +179,7 @@ def _heading(found: DryRun) -> Iterator[str]:
     )
     asked = "asked for" if config.sharding.partition_size is not None else "chosen"
     stages = "two stages" if setting.two_stage else "one stage"
-    yield f"{config.model.title}: {count(setting.model.num_parameters)} parameters"
+    yield f"{config.model.title}: {count(setting.model.num_parameters)} parameters, {config.model.beginning}"
     yield (
         f"{plural(launch.num_ranks, 'rank')} = {plural(launch.num_nodes, 'node')} x {launch.ranks_per_node} "
         f"({found.cluster.name}); partition size {setting.partition_size} ({asked}), "

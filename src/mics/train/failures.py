@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,8 +25,42 @@ _MISSING: Final = re.compile(
     r"(?:cut off|one is behind|Left already): (?P<ranks>rank .+?)\. The backend said"
 )
 _WHO: Final = re.compile(r"rank (\d+) \(")
+_TO_MEND: Final = re.compile(r"mics\.errors\.(?:SettingsError|CheckpointError): (?P<what>.+)")
 # Another attempt would end the same way.
 _FINAL: Final = re.compile(r"SettingsError|NonfiniteError")
+
+
+def was_refused(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun starts again what ranks of this host have refused: it would end the same way."""
+    file = _refusal(environ)
+    return file is not None and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and file.exists()
+
+
+def refuse(environ: Mapping[str, str]) -> bool:
+    """Note that the settings are wrong. Returns whether this rank says so: under torchrun, one of a host.
+
+    Not always the same one: torchrun ends the others as soon as it sees one leave.
+    """
+    file = _refusal(environ)
+    if file is None:
+        return True
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk, or a folder that is gone
+        pass
+    return True
+
+
+def _refusal(environ: Mapping[str, str]) -> Path | None:
+    """Where the ranks of a host note it: in torchrun's folder, which all of its attempts share.
+
+    Errors are in ``<log_dir>/<job>/attempt_<count>/<local rank>/error.json``. Settings that are wrong on so
+    many ranks may be right on others, in an elastic job.
+    """
+    errors = environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(errors).parents[2] / f"mics-refused-on-{environ['WORLD_SIZE']}" if errors else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +182,12 @@ def report_failure(log_dir: Path, *, ranks_per_node: int) -> int:
     how = f"exit code {first.exit_code}"
     if first.exit_code < 0:
         how = f"signal {signal.Signals(-first.exit_code).name}"
-    # Settings and files are the user's to mend, and where in our code it was noticed does not help.
-    mended = any(name in first.last_line for name in ("SettingsError", "CheckpointError"))
-    shown = first.last_line if mended else first.traceback.rstrip()
-    print(f"\n{shown}", file=sys.stderr)
+    # Settings and files are the user's to mend: as if they had been found out before the start.
+    to_mend = _TO_MEND.match(first.last_line)
+    if to_mend is not None:
+        print(f"mics train: error: {to_mend['what']}", file=sys.stderr)
+        return first.exit_code
+    print(f"\n{first.traceback.rstrip()}", file=sys.stderr)
     print(
         f"mics: rank {first.rank} (node {first.node}) failed with {how}; logs are in {log_dir}",
         file=sys.stderr,

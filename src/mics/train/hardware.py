@@ -8,6 +8,8 @@ from typing import Final
 
 import torch
 
+from mics.cost.clusters import find_cluster
+
 # Dense bf16 matrix TFLOP/s without sparsity, from the makers' data sheets. The first name that occurs in the
 # device's own name counts, so longer names come first. V100 and T4 have no bf16: theirs is the fp16 number.
 _PEAK_TFLOPS: Final = (
@@ -40,6 +42,21 @@ def peak_tflops(device_name: str) -> float | None:
         if any(words[at : at + len(wanted)] == wanted for at in range(len(words))):
             return peak
     return None
+
+
+def calibrated_tflops(cluster: str | None, *, device: str, precision: str) -> float | None:
+    """One rank's peak in TFLOP/s by the file that ``mics calibrate`` wrote on such devices; None: it did not.
+
+    ``precision``: what the run computes in; a peak in another format says nothing about it.
+    """
+    if not cluster:
+        return None
+    found = find_cluster(cluster)
+    measured = found.computing
+    if measured is None or measured.device != device or not found.peak_flops:
+        return None
+    fits = precision == "fp32" if measured.param_nbytes == 4 else precision in ("bf16", "fp16")
+    return found.peak_flops / 1e12 if fits else None
 
 
 def memory_nbytes(device: torch.device) -> int:

@@ -31,7 +31,8 @@ from rich.console import Console
 from mics.checkpoint.folders import latest_in
 from mics.checkpoint.storage import Place
 from mics.errors import CheckpointError, SettingsError
-from mics.train.config import LaunchSettings, TrainConfig
+from mics.train.checkpoints import check_places
+from mics.train.config import METRICS_FILE, LaunchSettings, TrainConfig
 from mics.train.failures import (
     ERROR_FILES,
     UNREAD_CODE,
@@ -41,6 +42,7 @@ from mics.train.failures import (
     is_told,
     report_failure,
 )
+from mics.train.model import check_model
 from mics.train.sequences import open_sequences
 from mics.train.stopping import LEFT_CODE
 from mics.train.watch import Nobody, TerminalWatch, Watching
@@ -191,7 +193,7 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
 
 def _began(config: TrainConfig, ending: _Ending) -> bool:
     """Whether the ranks of an attempt came to train: the first thing they do then is to open this file."""
-    metrics = config.run_dir / "metrics.jsonl"
+    metrics = config.run_dir / METRICS_FILE
     return metrics.exists() and metrics.stat().st_mtime >= ending.start_time
 
 
@@ -299,6 +301,8 @@ class _Job:
 def check_plan(config: TrainConfig, plan: LaunchPlan) -> None:
     """What the ranks would find out: one line now is better than their failure later."""
     open_sequences(config).check_validation(config.batch_size * plan.num_ranks)
+    check_model(config.model.build())
+    check_places(config)
     size = config.sharding.partition_size
     if size is not None and plan.num_ranks % size:
         raise SettingsError(

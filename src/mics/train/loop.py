@@ -1,5 +1,6 @@
 """The training loop: join the ranks, build and shard the model, train, then show what came of it."""
 
+import os
 import sys
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -26,7 +27,7 @@ from mics.train.data import Batches, Dealing
 from mics.train.display import Display, RankConsole, Show
 from mics.train.export import export_folder
 from mics.train.exposure import ExposureMeter
-from mics.train.hardware import peak_tflops
+from mics.train.hardware import calibrated_tflops, peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
 from mics.train.model import BuiltModel, build_model
@@ -34,7 +35,7 @@ from mics.train.nonfinite import NonfinitePolicy
 from mics.train.objective import LanguageModelling
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
-from mics.train.sequences import TensorPair, open_together
+from mics.train.sequences import NO_VALIDATION, TensorPair, open_together
 from mics.train.setup import Setup, describe_run
 from mics.train.sharding import PrefetchNews, describe_choices
 from mics.train.stopping import LEFT_CODE, Stopping
@@ -56,6 +57,8 @@ def run_rank(config: TrainConfig) -> int:
             console.print(describe_run(config, run.setup, run.dealing), markup=False)
             for line in describe_choices(run.model, config.sharding):
                 console.print(line, markup=False)
+            if not run.batches.sequences.has_validation:
+                console.print(NO_VALIDATION, markup=False)
             history, last_step = _train(run, resumed, console, stop)
             if last_step < config.steps:
                 _leave(run, console, last_step, saved_step=resumed.step if resumed.own else -1)
@@ -149,14 +152,20 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
 
 
 def _meter(built: BuiltModel, setup: Setup, me: Rank) -> Meter:
-    model = built.model
+    model, num_devices = built.model, setup.num_gpus or 1
+    # Against the bf16 peak an fp32 run would only look bad.
+    peak = peak_tflops(setup.device) if setup.precision == "bf16" else None
+    if peak is None:
+        of_rank = calibrated_tflops(
+            os.environ.get("MICS_CLUSTER"), device=setup.device, precision=setup.precision
+        )
+        peak = None if of_rank is None else of_rank * setup.num_ranks / num_devices
     return Meter(
         sent=lambda: sent_bytes(mics.traffic(model), engine_of(model).topology, me.rank),
         speedometer=Speedometer(
             flops_per_token=built.flops_per_token,
-            num_devices=setup.num_gpus or 1,
-            # Against the bf16 peak an fp32 run would only look bad.
-            peak_tflops=peak_tflops(setup.device) if setup.precision == "bf16" else None,
+            num_devices=num_devices,
+            peak_tflops=peak,
         ),
         device=me.device,
     )
@@ -166,8 +175,11 @@ def _begin_weights(config: TrainConfig, model: nn.Module, console: Console) -> N
     """Of a run that begins: those of the model's folder, each rank what it has of them."""
     folder = config.model.weights
     if folder is not None:
-        mics.load(folder, model)
-        console.print(f"weights of {folder}", markup=False)
+        try:
+            mics.load(folder, model)
+        except mics.CheckpointError as error:  # on all ranks; another start would end the same way
+            raise SettingsError(f"--model {error}") from None
+    console.print(config.model.beginning, markup=False)
 
 
 def _objective(config: TrainConfig, model: nn.Module) -> LanguageModelling:
@@ -205,7 +217,8 @@ def _train(run: _Run, resumed: Resumed, console: Console, stop: Stopping | None)
             if (line := news.take()) is not None:
                 console.print(line, markup=False)
             interval = config.report.eval_interval
-            if step == config.steps or (interval and step % interval == 0):
+            due = step == config.steps or (interval and step % interval == 0)
+            if due and run.batches.sequences.has_validation:
                 with run.meter.paused():
                     history.add_validation(step, _validate(run))
                 board.validation = history.validations[-1]
@@ -252,11 +265,12 @@ def _save_weights(run: _Run) -> tuple[Path | None, dict[str, Tensor]]:
         return None, mics.full_state_dict(run.model)
     folder = run.config.run_dir / "hf"
     data = run.config.data
-    framed = None
-    if run.objective.objective == "masked" and data.tokenizer_folder is not None:
-        framed = read_index(data.shards[0]).special
+    special = read_index(data.shards[0]).special if data.shards else None
+    is_masked = run.objective.objective == "masked"
+    framed = special if is_masked and data.tokenizer_folder is not None else None
+    ended = None if is_masked else special
     sources = [run.config.model.build().folder, data.tokenizer_folder]
-    export_folder(run.model, folder, sources=sources, framed=framed)
+    export_folder(run.model, folder, sources=sources, framed=framed, ended=ended)
     return folder, {}
 
 

@@ -22,7 +22,7 @@ class Measurement:
     step: int
     """Optimizer steps done."""
     loss: float
-    """Mean over all ranks."""
+    """Mean over all ranks, and over the steps since the measurement before."""
     grad_norm: float
     """Global norm before clipping, of the last step."""
     learning_rate: float
@@ -31,7 +31,7 @@ class Measurement:
     tflops: float
     """Model TFLOP/s of one GPU; on CPUs of all ranks together."""
     mfu: float | None
-    """Share of the GPU's bf16 peak; None where the peak is not known."""
+    """Share of the GPU's bf16 peak, or of the peak that mics calibrate measured; None: neither is known."""
     partition_nbytes: int
     """Bytes this rank sent per step inside its partition group."""
     replication_nbytes: int

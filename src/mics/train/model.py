@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mics.cost.modules import shape_of_module
+from mics.errors import SettingsError
 from mics.models.descriptions import ModelDescription
 from mics.train.config import TrainConfig
+from mics.train.objective import LanguageModelling
 from mics.train.sharding import shard_model
+
+_OF_DEVICES: Final = re.compile(r"meta|cuda|gpu|triton|kernel|device|backend", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +31,45 @@ class BuiltModel:
     """Of a forward and a backward."""
 
 
+def check_model(described: ModelDescription) -> None:
+    """Raise if a model of the user's own does not make logits of tokens, tried without memory.
+
+    An error about the meta device, or of a kernel that is for GPUs alone, says nothing about the model.
+    """
+    if described.source != "function":
+        return
+    assert described.objective is not None, "settings refuse such a model"
+    with torch.device("meta"), torch.no_grad():
+        model = described.make().eval()
+        tokens = torch.zeros(1, described.seq_len, dtype=torch.int64, device="meta")
+        try:
+            logits: object = LanguageModelling(model, described.objective).logits(tokens)
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NameError) as error:
+            if isinstance(error, NotImplementedError) or _OF_DEVICES.search(str(error)):
+                return
+            found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        else:
+            if _are_logits(logits, tokens):
+                return
+            found = str(list(logits.shape)) if isinstance(logits, Tensor) else type(logits).__name__
+    raise SettingsError(
+        f"--model {described.title}: expected a forward that takes tokens {list(tokens.shape)} (int64) and "
+        f"returns logits [1, {described.seq_len}, vocabulary], or an object with .logits, found {found}; "
+        "change the model's forward"
+    )
+
+
+def _are_logits(logits: object, tokens: Tensor) -> bool:
+    return isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == tokens.shape
+
+
 def build_model(config: TrainConfig, *, rank: int) -> BuiltModel:
     """The sharded model with its initial values, which depend on the seed alone."""
     # On the meta device the model takes no memory: each unit is given its values when it is sharded, so no
     # rank ever holds the whole. The seed makes those values the same in every run, whatever its ranks.
     torch.manual_seed(config.seed)
     described = config.model.build()
+    check_model(described)
     with torch.device("meta"):
         model = described.make()
     if described.source == "config":

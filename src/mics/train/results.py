@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 import mics
-from mics.train.config import TrainConfig
+from mics.train.config import METRICS_FILE, TrainConfig
 from mics.train.loggers import Logger, NoLogger, open_logger, scalars
 from mics.train.metrics import Measurement
 from mics.train.ranks import Rank
@@ -43,7 +43,7 @@ class History:
             yield
             return
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        file = config.run_dir / "metrics.jsonl"
+        file = config.run_dir / METRICS_FILE
         kept = _rows_up_to(file, after_step) if after_step else []
         for row in kept:
             if "loss" in row:
@@ -140,7 +140,7 @@ def write_results(
     from mics.train.picture import draw_run  # matplotlib takes a while to import, and only rank 0 draws
 
     paths = ResultPaths(
-        metrics=config.run_dir / "metrics.jsonl",
+        metrics=config.run_dir / METRICS_FILE,
         summary=config.run_dir / "run.json",
         picture=config.run_dir / "run.png",
         weights=config.run_dir / "model.pt" if weights else weights_folder,
@@ -176,10 +176,11 @@ def write_results(
 def show_results(console: Console, history: History, *, sample: str, paths: ResultPaths) -> None:
     """The end of the run on the screen."""
     first, last = history.measurements[0], history.measurements[-1]
+    held_out = history.last_validation_loss
+    validation = "" if held_out is None else f", validation [bold]{held_out:.3f}[/bold]"
     console.print(
-        f"\nloss {first.loss:.3f} -> [bold]{last.loss:.3f}[/bold], validation "
-        f"[bold]{history.last_validation_loss:.3f}[/bold], after {plural(last.step, 'step')} "
-        f"in {duration(last.seconds)}"
+        f"\nloss {first.loss:.3f} -> [bold]{last.loss:.3f}[/bold]{validation}, after "
+        f"{plural(last.step, 'step')} in {duration(last.seconds)}"
     )
     if sample:
         console.print("\nThe model writes:")

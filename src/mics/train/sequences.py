@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from mics.utils.numbers import plural
 from mics.utils.progress import long_work
 
 Places = NDArray[np.int64]
+NO_VALIDATION: Final = "no validation: the shards hold nothing out (mics data prepare --validation-share)"
 TensorPair = tuple[Tensor, Tensor]
 """Tokens and targets, each [sequence, seq_len] int64."""
 
@@ -73,8 +74,13 @@ class Sequences(Protocol):
         """Those at ``places`` among ``of`` sequences, the same at every call."""
         ...
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether any data is held out; a run without trains all the same."""
+        ...
+
     def check_validation(self, num_sequences: int) -> None:
-        """Raise if there are fewer sequences than one batch of all ranks."""
+        """Raise if what is held out has fewer sequences than one batch of all ranks."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -106,6 +112,10 @@ class TextSequences:
         highest = len(self.text.validation) - self.seq_len - 1
         starts = np.linspace(0, highest, of).astype(np.int64)
         return self._windows(self.text.validation, starts[places], draw(self.seed, 0, places))
+
+    @property
+    def has_validation(self) -> bool:
+        return True
 
     def check_validation(self, num_sequences: int) -> None:
         """Windows overlap where the text is short."""
@@ -142,8 +152,9 @@ class ShardSequences:
         seed: int,
         weights: Sequence[float] = (),
         objective: Objective = "causal",
+        way_out: str = "take a model with that or more",
     ) -> None:
-        _check_vocabularies(folders, vocab_size=vocab_size)
+        _check_vocabularies(folders, vocab_size=vocab_size, way_out=way_out)
         packing = make_packing(
             objective, folders[0].index, seq_len=seq_len, name=f"data.shards {folders[0].folder}"
         )
@@ -156,6 +167,7 @@ class ShardSequences:
         sources = _sources([folders[number] for number in held_out], "validation")
         chosen = [weights[number] for number in held_out] if weights else ()
         self._validation = Mixture(sources, packing, weights=chosen, seed=seed) if sources else None
+        self._has_validation = any(each.index.num_tokens("validation") for each in folders)
         self._folder = folders[0]
         self._tokenizer: Tokenizer | None = None
         shards = [shard.digest for each in folders for shard in each.index.of_split("train")]
@@ -171,13 +183,19 @@ class ShardSequences:
         assert self._validation is not None
         return _as_tensors(self._validation.batch(places))
 
+    @property
+    def has_validation(self) -> bool:
+        return self._has_validation
+
     def check_validation(self, num_sequences: int) -> None:
+        if not self.has_validation:
+            return
         found = 0 if self._validation is None else self._validation.num_sequences
         if found < num_sequences:
             raise SettingsError(
                 f"data.shards: expected {plural(num_sequences, 'sequence')} or more for a validation batch "
-                f"of all ranks, found {found:,}; prepare the data with a larger --validation-share, or use a "
-                "smaller batch_size or seq_len"
+                f"of all ranks, found {found:,}; prepare the data with a larger --validation-share (0: train "
+                "without validation), or use a smaller batch_size or seq_len"
             )
 
     def encode(self, text: str) -> list[int]:
@@ -205,14 +223,13 @@ def _as_tensors(packed: PackedSequences) -> TensorPair:
     return torch.from_numpy(packed.tokens), torch.from_numpy(packed.targets)
 
 
-def _check_vocabularies(folders: Sequence[TokenData], *, vocab_size: int) -> None:
+def _check_vocabularies(folders: Sequence[TokenData], *, vocab_size: int, way_out: str) -> None:
     first = folders[0]
     for each in folders:
         if 0 < vocab_size < each.index.vocab_size:  # 0: a model that does not say
             raise SettingsError(
                 f"data.shards {each.folder}: expected a vocabulary of at most the model's {vocab_size:,} "
-                f"tokens, found {each.index.vocab_size:,}; set model.vocab_size, or vocab_size in the "
-                "model's config, to that or more"
+                f"tokens, found {each.index.vocab_size:,}; {way_out}"
             )
         if each.index.tokenizer != first.index.tokenizer:
             raise SettingsError(
@@ -241,6 +258,19 @@ def _check_tokens_of_weights(weights: Path, data: TokenData) -> None:
         )
 
 
+def _check_padding(data: TokenData, *, pad_token: int | None) -> None:
+    """Raise if the model would take a token of the text for padding."""
+    if pad_token is None or data.tokenizer_folder is None:
+        return
+    special = data.index.special.all_ids
+    if 0 <= pad_token < data.index.vocab_size and pad_token not in special:
+        raise SettingsError(
+            f"data.shards {data.folder}: expected the model's pad_token_id, {pad_token}, to be no text, "
+            "found an ordinary token; set it in config.json to null or to one of the special tokens "
+            f"{', '.join(map(str, special))}"
+        )
+
+
 def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
     """What the settings name. ``check``: whether to compare the sizes of all shards with the index."""
     shape, data = config.model.build(), config.data
@@ -250,6 +280,8 @@ def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
         folders = [TokenData.open(folder, check=check) for folder in data.shards]
         if check and config.model.weights is not None:
             _check_tokens_of_weights(config.model.weights, folders[0])
+        elif check:
+            _check_padding(folders[0], pad_token=shape.pad_token)
         return ShardSequences(
             folders,
             seq_len=shape.seq_len,
@@ -257,6 +289,7 @@ def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
             seed=config.seed,
             weights=data.weights,
             objective=objective,
+            way_out=shape.way_to_more_tokens,
         )
     text = load_text(data.text, validation_share=data.validation_share, seq_len=shape.seq_len)
     masking = None

@@ -29,11 +29,11 @@ def shard_model(model: nn.Module, settings: ShardingSettings) -> nn.Module:
         precision=mics.Precision(
             param_dtype=_DTYPES[settings.param_dtype],
             reduce_dtype=_DTYPES[settings.reduce_dtype] or torch.float32,
-            replica_reduce_dtype=_DTYPES[settings.replica_reduce_dtype],
+            replica_reduce_dtype=_DTYPES[settings.replica_reduce_dtype] if settings.hop2 is None else None,
         ),
         prefetch="auto" if settings.prefetch is None else settings.prefetch,
         activations=_activations(model, settings),
-        compression=mics.Compression(refresh="lossless") if settings.lossless_refresh else None,
+        compression=settings.compression,
     )
 
 

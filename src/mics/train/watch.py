@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from mics.train.board import Board
-from mics.train.config import TrainConfig
+from mics.train.config import METRICS_FILE, TrainConfig
 from mics.train.display import Waiting, open_live
 from mics.train.metrics import Measurement
 
@@ -71,7 +71,7 @@ class TerminalWatch:
 
     def __init__(self, console: Console, config: TrainConfig, *, num_ranks: int, on_gpu: bool) -> None:
         self._console = console
-        self._rows = Tail(config.run_dir / "metrics.jsonl")
+        self._rows = Tail(config.run_dir / METRICS_FILE)
         self._board = Board(
             num_steps=config.steps,
             on_gpu=on_gpu,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from mics.errors import SettingsError
 from mics.utils.numbers import TokenCount, count, tokens
+
+MAX_TOKENS: Final = 10**10
+"""Of one optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,20 @@ class AskedBatch:
     @property
     def given(self) -> bool:
         return self.sequences is not None or self.tokens is not None
+
+    def check_size(self, seq_len: int) -> None:
+        """Raise if a step is larger than anybody's: likely a slip."""
+        most = MAX_TOKENS // max(1, seq_len)
+        if self.sequences is not None and self.sequences > most:
+            raise SettingsError(
+                f"{self.setting}: expected at most {most:,} sequences of {seq_len:,} "
+                f"({count(MAX_TOKENS)} tokens per step), found {self.sequences:,}; check its unit"
+            )
+        if self.tokens is not None and self.tokens > MAX_TOKENS:
+            raise SettingsError(
+                f"{self.tokens_setting}: expected at most {count(MAX_TOKENS)} tokens per step, found "
+                f"{self.tokens:,}; check its unit"
+            )
 
     def fit(self, *, seq_len: int, multiple: int, because: str) -> GlobalBatch:
         """The batch in sequences: of tokens the nearest multiple, of sequences exactly what was given.

@@ -14,7 +14,9 @@ VARIANTS: Final = (
     "hsdp-kept",
     "mics-partition",
     "mics-host",
-    "mics-lossless",
+    "mics-uncompressed",
+    "mics-int8",
+    "mics-int4",
     "megatron-fsdp-bf16",
     "deepspeed-zero2",
 )

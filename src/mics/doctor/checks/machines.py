@@ -50,7 +50,25 @@ def settings(survey: Survey) -> list[Finding]:
                 way_out="change it, or start another number of ranks",
             )
         )
-    return found
+    return found + _other_launch(survey)
+
+
+def _other_launch(survey: Survey) -> list[Finding]:
+    """Whether these are the nodes and ranks that the settings speak of."""
+    wanted = {"hosts": survey.wishes.num_nodes, "ranks_per_node": survey.wishes.ranks_per_node}
+    numbers = {len(ranks) for ranks in survey.nodes.values()}
+    if survey.stuck or len(numbers) != 1:  # which other checks say
+        return []
+    there = {"hosts": len(survey.nodes), "ranks_per_node": numbers.pop()}
+    return [
+        warn(
+            "settings",
+            f"launch.{name}: expected {number}, found {there[name]}",
+            way_out="start the doctor on the hosts that will train, as the training is started, or change it",
+        )
+        for name, number in wanted.items()
+        if number is not None and number != there[name]
+    ]
 
 
 def versions(survey: Survey) -> list[Finding]:

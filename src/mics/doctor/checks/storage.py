@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from mics.checkpoint.remote import RemotePath
@@ -99,16 +100,38 @@ def folder_space(survey: Survey) -> list[Finding]:
 
 
 def data(survey: Survey) -> list[Finding]:
-    """Shards are there, on every node. Those that nobody has may still be prepared."""
+    """Every node can train on it: shards are there, of the right size and with the model's vocabulary."""
     missing = {node: facts.missing_shards for node, facts in survey.leaders.items() if facts.missing_shards}
-    if not missing:
-        return []
+    errors = {node: facts.data_error for node, facts in survey.leaders.items() if facts.data_error}
+    found = _missing(survey, missing) if missing else []
+    for error in dict.fromkeys(errors.values()):
+        nodes = [node for node, each in errors.items() if each == error]
+        what, _, way_out = error.partition("; ")
+        found.append(fail("data", what, where=_some_nodes(survey, nodes), way_out=way_out))
+    unseen = [node for node, facts in survey.leaders.items() if not facts.data_seen]
+    if unseen:
+        what = "data.shards: expected to find the sizes of all shards in a few seconds, found more to look at"
+        way_out = "see whether the file system is slow there; training looks at all of them first"
+        found.append(warn("data", what, where=_some_nodes(survey, unseen), way_out=way_out))
+    if found or not survey.wishes.shards:
+        return found
+    folders = ", ".join(map(str, survey.wishes.shards))
+    return [ok("data", f"{folders}: all shards are there and have their size")]
+
+
+def _missing(survey: Survey, missing: Mapping[str, list[str]]) -> list[Finding]:
     folders = list(dict.fromkeys(each for found in missing.values() for each in found))
     what = (
         f"data.shards: expected folders that mics data prepare has made, found none at {', '.join(folders)}"
     )
-    if len(missing) < len(survey.nodes):
-        way_out = "copy them there, or mount one file system on all hosts"
-        return [fail("data", what, where=survey.on_nodes(missing), way_out=way_out)]
-    way_out = f"before training: mics data prepare FILES --tokenizer TOKENIZER --out {folders[0]}"
-    return [warn("data", what, way_out=way_out)]
+    way_out = (
+        "copy them there, or mount one file system on all hosts"
+        if len(missing) < len(survey.nodes)
+        else f"make them: mics data prepare FILES --tokenizer TOKENIZER --out {folders[0]}"
+    )
+    return [fail("data", what, where=_some_nodes(survey, missing), way_out=way_out)]
+
+
+def _some_nodes(survey: Survey, nodes: Collection[str]) -> str:
+    """Which ones; empty for all of them."""
+    return "" if len(nodes) == len(survey.nodes) else survey.on_nodes(nodes)
