@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--max-seconds", type=float, default=60.0, help="of one calibration")
     found.add_argument("--max-mib", type=int, default=64, help="the largest collective that is calibrated")
     found.add_argument("--timeout", type=float, default=900.0, help="of one rate, in seconds")
+    found.add_argument(
+        "--kernels", action="store_true", help="print which kernels a GPU ran, and for how long"
+    )
     found.add_argument("--name", default="calibrate", help="of the namespace cluster")
     found.add_argument("--json", type=Path, help="keep all rounds in this file")
     found.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -161,6 +164,7 @@ def worker(args: argparse.Namespace) -> None:
                         "partition_size": size,
                         "predicted": expected.step_seconds,
                         "compute": expected.compute_seconds,
+                        "links": expected.link_seconds,
                         "exposed": sum(expected.exposed_seconds.values()),
                         "measured": seconds,
                         "inter_bandwidth": found.cluster.inter.bandwidth,
@@ -198,13 +202,9 @@ def measured_step(world: World, args: argparse.Namespace, partition_size: int, d
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = args.batch_size, config.seq_len + 1
     batches = [torch.randint(config.vocab_size, shape, device=device) for _ in range(args.accumulation)]
-    seconds = []
-    for _ in range(2 + args.steps):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        world.host_group().all_gather(None)
-        began = time.perf_counter()
-        # Two steps at once: new parameters reach the replicas under the next forward.
+
+    def two_steps() -> None:
+        """At once: new parameters reach the replicas under the next forward."""
         for _ in range(2):
             for tokens in mics.microsteps(model, batches):
                 (model(tokens[:, :-1], tokens[:, 1:]) / len(batches)).backward()
@@ -212,9 +212,45 @@ def measured_step(world: World, args: argparse.Namespace, partition_size: int, d
             optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+    seconds = []
+    for _ in range(2 + args.steps):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        world.host_group().all_gather(None)
+        began = time.perf_counter()
+        two_steps()
         seconds.append((time.perf_counter() - began) / 2)
+    if args.kernels and device.type == "cuda":
+        print(f"rank {world.rank}, p={partition_size}: {kernels(two_steps)}", file=sys.stderr, flush=True)
     every = world.host_group().all_gather(seconds[2:])
     return statistics.median(max(each) for each in zip(*every, strict=True))
+
+
+def kernels(two_steps: Callable[[], None]) -> str:
+    """Milliseconds of a step in which a GPU's own kernels of each kind ran, and their number."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        two_steps()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.profiler.DeviceType.CUDA:
+            kind = event.name.partition("(")[0] if "nccl" in event.name.lower() else "computation"
+            found.setdefault(kind, []).append((event.time_range.start / 1e3, event.time_range.end / 1e3))
+    lines = [f"{kind} {length(spans) / 2:.1f} ms ({len(spans) // 2})" for kind, spans in found.items()]
+    every = [span for spans in found.values() for span in spans]
+    both = length(every) / 2
+    whole = (max(end for _, end in every) - min(start for start, _ in every)) / 2
+    return f"{'; '.join(sorted(lines))}; any {both:.1f} of {whole:.1f} ms"
+
+
+def length(spans: Sequence[tuple[float, float]]) -> float:
+    """Of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 if __name__ == "__main__":

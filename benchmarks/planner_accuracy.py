@@ -18,6 +18,7 @@ from mics.cost.clusters import find_cluster
 from mics.cost.memory import Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import ModelShape, named_shape, shape_of_config
+from mics.layout.compression import LOSSLESS, UNCOMPRESSED, Compression
 from mics.planner.systems import SYSTEMS, predict
 
 ORDINARY = Path(__file__).parent / "clusters" / "ordinary.yaml"
@@ -26,7 +27,7 @@ CHECKPOINTED = Keeping(checkpoint=True)
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of benchmarks/results/hiding_h200_2026-11-15.md."""
+    """A row of benchmarks/results/hiding_h200_2026-11-15.md; with moves, of moves_h200_2026-11-18.md."""
 
     system: str
     nodes: int
@@ -34,6 +35,20 @@ class Measured:
     accumulation: int
     wire_nbytes: int
     step_ms: float
+    compression: Compression = UNCOMPRESSED
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(
+            model=shape_of_config("gpt-3.6b", BENCH_MODELS["gpt-3.6b"].config),
+            cluster=find_cluster(f"{ORDINARY}:{self.nodes}"),
+            partition_size=self.partition_size,
+            micro_batch=4,
+            accumulation=self.accumulation,
+            activations=CHECKPOINTED,
+            wire_nbytes=self.wire_nbytes,
+            compression=self.compression,
+        )
 
 
 MEASURED = (
@@ -53,30 +68,26 @@ MEASURED = (
     Measured("mics", 64, 512, 2, 2, 830),
     Measured("mics", 16, 8, 8, 2, 3093),
     Measured("mics", 64, 8, 8, 2, 3110),
+    Measured("mics", 64, 8, 2, 4, 807, compression=LOSSLESS),
+    Measured("mics", 64, 16, 2, 4, 808, compression=LOSSLESS),
 )
 
 
 def main() -> None:
     """Print the tables."""
-    model = shape_of_config("gpt-3.6b", BENCH_MODELS["gpt-3.6b"].config)
-    print("| system | ranks | p | micro-steps | wire bytes | measured ms | predicted ms | error |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    print(
+        "| system | ranks | p | micro-steps | wire bytes | new values | measured ms | predicted ms | error |"
+    )
+    print("|---|---:|---:|---:|---:|---|---:|---:|---:|")
     for row in MEASURED:
-        setting = Setting(
-            model=model,
-            cluster=find_cluster(f"{ORDINARY}:{row.nodes}"),
-            partition_size=row.partition_size,
-            micro_batch=4,
-            accumulation=row.accumulation,
-            activations=CHECKPOINTED,
-            wire_nbytes=row.wire_nbytes,
-        )
-        found = 1e3 * predict(setting, row.system).step_seconds
+        found = 1e3 * predict(row.setting, row.system).step_seconds
         print(
             f"| {row.system} | {8 * row.nodes} | {row.partition_size} | {row.accumulation} | "
-            f"{row.wire_nbytes} | {row.step_ms:.0f} | {found:.0f} | {_error(found, row.step_ms)} |"
+            f"{row.wire_nbytes} | {'as moves' if row.compression.refresh else 'as they are'} | "
+            f"{row.step_ms:.0f} | {found:.0f} | {_error(found, row.step_ms)} |"
         )
     print()
+    model = shape_of_config("gpt-3.6b", BENCH_MODELS["gpt-3.6b"].config)
     _memory(model)
     print()
     _peers_memory(model)

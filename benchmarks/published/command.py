@@ -79,7 +79,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if not config.plan_only and not torch.cuda.is_available():
         raise SystemExit("a measurement: expected a CUDA device, found none; add --plan-only")
     config.results.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", "benchmarks.published", *words])
+    told = {"--plan-only": config.plan_only, "--no-peers": not config.peers}
+    said = [*(["--all"] if config.all else chosen), *(flag for flag, is_set in told.items() if is_set)]
+    command = shlex.join(["python", "-m", "benchmarks.published", *said])
     file = None
     for experiment in chosen:
         result = replace(repeat(experiment, config), command=command)
@@ -101,8 +103,8 @@ def repeat(experiment: str, config: Published) -> Result:
     began = time.perf_counter()
     rows = rows_of(experiment)
     predicted = {row.key: predict_row(row) for row in rows}
-    compared = next(row for row in rows if row.system in ("mics-published", "zero3"))
-    peers = {compared.key: peers_at_best(compared)} if config.peers else {}
+    compared = [row for row in rows if row.system in ("mics-published", "zero3")][:1]
+    peers = {row.key: peers_at_best(row) for row in compared if config.peers}
     versions = f"mics {mics.__version__}, torch {torch.__version__}, python {platform.python_version()}"
     found = Result(experiment=experiment, predicted=predicted, peers=peers, versions=f"{versions}, no GPU")
     if config.plan_only:

@@ -26,8 +26,13 @@ def by_date(folder: Path, theme: str) -> list[Path]:
     """Results of a theme, the newest last; of one date those of a GPU last."""
     return sorted(
         folder.glob(f"{theme}_*_*.json"),
-        key=lambda file: (file.stem.rpartition("_")[2], _on_gpu(file)),
+        key=lambda file: (day_of(file), _on_gpu(file)),
     )
+
+
+def day_of(file: Path) -> str:
+    """``2026-11-18``, which a result's name ends in."""
+    return file.stem.rpartition("_")[2]
 
 
 def latest(folder: Path, theme: str) -> Path | None:

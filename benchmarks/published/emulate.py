@@ -102,14 +102,14 @@ def layers_of(point: Point) -> int | None:
 
 def jobs_of(row: Row, peers: Sequence[PeerAtBest] = ()) -> Iterator[Job]:
     """Both ends of the row's predicted range, what it is compared with, and peers at their best."""
-    # Of ZeRO-3 as it was, weak scaling may be compared with that of the same collectives; speed may not.
-    usual = "fsdp2" if row.measure is Measure.SCALING else None
+    # Of ZeRO-3 as it was, what a network costs may be compared with the same collectives; speed may not.
+    usual = "fsdp2" if row.measure in (Measure.SCALING, Measure.DROP) else None
     system = _BENCH_SYSTEMS.get(row.system, usual)
     if system is not None:
         for point in _ends(row):
-            yield Job(key=row.key, role="row", system=system, point=point)
-            if row.against is not None:
-                other = row.against.of(point)
+            first, *others = row.runs(point)
+            yield Job(key=row.key, role="row", system=system, point=first)
+            for other in others:
                 beside = _BENCH_SYSTEMS.get(other.system, "fsdp2")
                 yield Job(key=row.key, role="against", system=beside, point=other)
     for peer in peers:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from benchmarks.published import ablations
 from benchmarks.published.dated import latest
+from benchmarks.published.emulate import Measured
 from benchmarks.published.predict import PEERS, PeerAtBest, Range
-from benchmarks.published.results import RESULTS, Result, error_of, newest, read
+from benchmarks.published.results import HOST_BOUND, RESULTS, Result, error_of, newest, read
 from benchmarks.published.rows import EXPERIMENTS, Measure, Row, rows_of
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "published.md"
@@ -26,6 +27,7 @@ _UNITS: Final = {
     Measure.SPEEDUP: "x",
     Measure.SCALING: "%",
     Measure.SLOWDOWN: "%",
+    Measure.DROP: "x",
 }
 _PLACEHOLDERS: Final = {"zero3": "fsdp2"}  # what runs in place of a system
 _MARKER: Final = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -40,8 +42,8 @@ def in_words(row: Row, found: Range | None) -> str:
 
 
 def _number(row: Row, value: float) -> str:
-    digits = {Measure.TFLOPS: 0, Measure.SPEEDUP: 2, Measure.SCALING: 1, Measure.SLOWDOWN: 1}
-    return f"{value:,.{digits[row.measure]}f}"
+    digits = {Measure.TFLOPS: 0, Measure.SPEEDUP: 2}
+    return f"{value:,.{digits.get(row.measure, 1)}f}"
 
 
 def published_in_words(row: Row) -> str:
@@ -80,27 +82,36 @@ def peers_table(result: Result | None) -> Iterator[str]:
     yield "| system | its best setting | planner: step | of mics | emulated: step | of mics |"
     yield "|---|---|---:|---:|---:|---:|"
     peers = [] if result is None else next(iter(result.peers.values()), [])
-    measured = {} if result is None else {m.system: m for m in result.measured if m.role == "peer"}
-    ours = next((peer.step_seconds for peer in peers if peer.system == "mics"), None)
-    here = measured["mics"].step_seconds if "mics" in measured and not measured["mics"].host_bound else None
+    runs = [] if result is None else [each for each in result.measured if each.role == "peer"]
+    ours = next((peer for peer in peers if peer.system == "mics"), None)
+    our_seconds = None if ours is None else ours.step_seconds
+    our_run = None if ours is None else _run_of(ours, runs)
+    here = None if our_run is None or our_run.host_bound else our_run.step_seconds
     for peer in peers:
         name = PEERS[peer.system]
         if peer.step_seconds is None:
             yield f"| {name} | {peer.problem} | | | | |"
             continue
-        found = measured.get(_PLACEHOLDERS.get(peer.system, peer.system))
-        cells = [_seconds(peer.step_seconds), _times(peer.step_seconds, ours)]
+        found = _run_of(peer, runs)
+        cells = [_seconds(peer.step_seconds), _times(peer.step_seconds, our_seconds)]
         if found is None:
             cells += [NOT_RUN, ""]
         elif found.step_seconds is None:
             cells += [f"did not run: {found.error}", ""]
         elif found.host_bound:
-            cells += ["host-bound here", ""]
+            cells += [HOST_BOUND, ""]
         else:
             cells += [_seconds(found.step_seconds), _times(found.step_seconds, here)]
         yield f"| {name} | {_setting(peer)} | {' | '.join(cells)} |"
     if not peers:
         yield f"| {NOT_RUN} | | | | | |"
+
+
+def _run_of(peer: PeerAtBest, runs: Sequence[Measured]) -> Measured | None:
+    """The measurement of its best setting; one of a setting that was its best before is another row."""
+    system = _PLACEHOLDERS.get(peer.system, peer.system)
+    found = [each for each in runs if each.system == system and each.setting.startswith(f"{_setting(peer)},")]
+    return found[0] if found else None
 
 
 def _times(seconds: float, ours: float | None) -> str:

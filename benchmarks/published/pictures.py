@@ -11,7 +11,7 @@ from benchmarks.published import ablations, trillion
 from benchmarks.published.dated import latest
 from benchmarks.published.planned import setting_of
 from benchmarks.published.predict import Range, usual_point
-from benchmarks.published.results import RESULTS, Result, newest
+from benchmarks.published.results import HOST_BOUND, RESULTS, Result, newest
 from benchmarks.published.rows import ROWS, Measure, Point, Row, rows_of
 from matplotlib.axes import Axes
 
@@ -60,7 +60,8 @@ def draw_throughput(file: Path, rows: Sequence[Row], results: dict[str, Result],
             if result.emulated(row) is None:
                 bars = bars[:3]
             for number, (found, colour) in enumerate(bars):
-                _bar(axes, place + 0.21 * (number - 1.5), found, colour, theme)
+                missing = "host-bound" if result.why_not(row) == HOST_BOUND else "not run"
+                _bar(axes, place + 0.21 * (number - 1.5), found, colour, theme, missing)
                 most = max(most, 0.0 if found is None else found.high)
         axes.set_yticks(range(len(shown)), [row.what.replace(", ", "\n", 1) for row in shown])
         axes.set_ylim(len(shown) - 0.4, -0.6)
@@ -77,11 +78,9 @@ def draw_throughput(file: Path, rows: Sequence[Row], results: dict[str, Result],
     return True
 
 
-def _bar(axes: Axes, place: float, found: Range | None, colour: str, theme: Theme) -> None:
+def _bar(axes: Axes, place: float, found: Range | None, colour: str, theme: Theme, missing: str) -> None:
     if found is None:
-        axes.annotate(
-            "not run", (0, place), (6, 0), textcoords="offset points", va="center", color=theme.muted
-        )
+        axes.annotate(missing, (0, place), (6, 0), textcoords="offset points", va="center", color=theme.muted)
         return
     axes.barh(place, found.high, height=0.19, color=colour)
     if found.high > 1.01 * found.low:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -94,9 +95,20 @@ def _value(row: Row, point: Point) -> float | None:
             return None
         slower = prediction(max(fitting, key=lambda each: each.micro_batch))
         return found.tokens_per_second / slower.tokens_per_second
+    if row.measure is Measure.DROP:
+        if not all(map(fits, row.runs(point))):
+            return None
+        return ratio_of_drops([prediction(each).tokens_per_second for each in row.runs(point)])
     if row.measure is Measure.SCALING:
         return 100 * found.tokens_per_second_per_gpu / prediction(other).tokens_per_second_per_gpu
     return 100 * (found.step_seconds / prediction(other).step_seconds - 1)
+
+
+def ratio_of_drops(speeds: Sequence[float]) -> float | None:
+    """Of one system and of another, here and then on the faster network; None: the other loses nothing."""
+    ours, theirs, ours_there, theirs_there = speeds
+    lost, other = 1 - ours / ours_there, 1 - theirs / theirs_there
+    return lost / other if other > 0 else None
 
 
 def setting_of(point: Point) -> Setting:

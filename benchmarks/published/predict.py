@@ -55,14 +55,9 @@ def predict_row(row: Row) -> Range | None:
 
 def usual_point(row: Row) -> Point:
     """In the middle of what is plausible, of those that fit: what peers are compared at."""
-    fitting = [point for point in row.points() if all(map(fits, _runs(row, point)))] or list(row.points())
+    fitting = [point for point in row.points() if all(map(fits, row.runs(point)))] or list(row.points())
     ordered = sorted(fitting, key=lambda point: point.micro_batch * point.accumulation * point.seq_len)
     return ordered[len(ordered) // 2]
-
-
-def _runs(row: Row, point: Point) -> list[Point]:
-    """What a measurement at a point runs."""
-    return [point] if row.against is None else [point, row.against.of(point)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.published import trillion
-from benchmarks.published.dated import by_date, dated_file
+from benchmarks.published.dated import by_date, dated_file, day_of
 from benchmarks.published.emulate import Measured, jobs_of, share_of_2022
+from benchmarks.published.planned import ratio_of_drops
 from benchmarks.published.predict import PeerAtBest, Range
 from benchmarks.published.rows import EXPERIMENTS, Measure, Row, rows_of
 
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 THEME: Final = "published"
+_RUNS_OF_A_DROP: Final = 4
+HOST_BOUND: Final = "host-bound here"
 PLANNER: Final = "planner"
 """In place of the hardware, where nothing was measured."""
 
@@ -34,15 +38,18 @@ class Result:
     versions: str = ""
     seconds: float = 0.0
     """That this took."""
+    made: str = field(default="", compare=False)
+    """When it was written. Of one day the later prediction counts, measured beside it or not."""
 
     def emulated(self, row: Row) -> Range | None:
         """What was measured of a row, in its own measure; None: not run."""
         return _range(self._values(row))
 
     def why_not(self, row: Row) -> str:
-        """What kept a measurement of the row from running; empty: nothing, or it was not tried."""
-        errors = [each.error for each in self.measured if each.key == row.key and each.role != "peer"]
-        return next((f"did not run: {error}" for error in errors if error), "")
+        """What kept a measurement of the row from being one; empty: nothing, or it was not tried."""
+        tried = [each for each in self.measured if each.key == row.key and each.role != "peer"]
+        errors = [f"did not run: {each.error}" for each in tried if each.error]
+        return next(iter([*errors, *(HOST_BOUND for each in tried if each.host_bound)]), "")
 
     def with_kernels_of_2022(self, row: Row) -> Range | None:
         """The same speed with the documents' kernels; None: not run, or a ratio, which has no kernels."""
@@ -58,6 +65,8 @@ class Result:
         if row.measure is Measure.TFLOPS:
             return [None if each.host_bound else each.tflops for each in ours]
         theirs = [each for each in self.measured if each.key == row.key and each.role == "against"]
+        if row.measure is Measure.DROP:
+            return [_drops([*ours, *theirs])]
         return [_ratio(row, one, other) for one, other in zip(ours, theirs, strict=False)]  # broken off
 
 
@@ -66,6 +75,11 @@ def _range(values: Sequence[float | None]) -> Range | None:
     if not found:
         return None
     return Range(low=min(found), high=max(found), num_points=len(values), num_fitting=len(found))
+
+
+def _drops(found: Sequence[Measured]) -> float | None:
+    speeds = [each.tflops for each in found if each.tflops and not each.host_bound]
+    return ratio_of_drops(speeds) if len(speeds) == _RUNS_OF_A_DROP else None
 
 
 def _ratio(row: Row, ours: Measured, theirs: Measured) -> float | None:
@@ -85,14 +99,14 @@ def _ratio(row: Row, ours: Measured, theirs: Measured) -> float | None:
 
 
 def error_of(row: Row, found: Range | None) -> str:
-    """Difference of the nearest end of a range from what is published, in per cent."""
+    """Difference of the nearest end of a range from what is published, in per cent; from a bound, of both."""
     if found is None:
         return ""
     if row.at_most:
         if found.high <= row.published:
             return "below the bound"
-        over = found.low / row.published - 1
-        return "reaches the bound" if over <= 0 else f"{100 * over:+.0f}%"
+        low, high = (f"{100 * (value / row.published - 1):+.0f}%" for value in (found.low, found.high))
+        return low if low == high else f"{low} to {high}"
     if found.low <= row.published <= found.high:
         return "inside"
     nearest = min((found.low, found.high), key=lambda value: abs(value - row.published))
@@ -103,7 +117,8 @@ def write(result: Result, folder: Path) -> Path:
     """Into the file of today and this hardware, in place of what it has of the experiment."""
     file = dated_file(folder, THEME, None if result.measured else PLANNER)
     found = _read(file) if file.exists() else {}
-    found[result.experiment] = result
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found[result.experiment] = replace(result, made=now)
     file.write_text(json.dumps({name: asdict(each) for name, each in found.items()}, indent=1))
     return file
 
@@ -133,15 +148,17 @@ def read(file: Path) -> list[Result]:
 
 
 def newest(experiment: str, folder: Path = RESULTS) -> Result | None:
-    """The newest prediction of an experiment with the newest measurement; None: there is neither."""
-    every = [_read(file).get(experiment) for file in by_date(folder, THEME)]
+    """The newest prediction of an experiment, peers and measurements; None: there is none of it."""
+    dated = [(day_of(file), _read(file).get(experiment)) for file in by_date(folder, THEME)]
     keys = {row.key for row in rows_of(experiment)}
-    found = [each for each in every if each is not None and set(each.predicted) == keys]
+    known = [(day, each) for day, each in dated if each is not None and set(each.predicted) == keys]
+    found = [each for _, each in sorted(known, key=lambda pair: (pair[0], pair[1].made))]
     if not found:
         return None
     measured = next((each.measured for each in reversed(found) if each.measured), ())
+    peers = next((each.peers for each in reversed(found) if each.peers), {})
     if experiment == trillion.THEME:
         whole = trillion.measured_whole(folder)
         keys_of_whole = {each.key for each in whole}
         measured = (*whole, *(each for each in measured if each.key not in keys_of_whole))
-    return replace(found[-1], measured=measured)
+    return replace(found[-1], measured=measured, peers=peers)

@@ -26,6 +26,7 @@ class Measure(StrEnum):
     SPEEDUP = "times as fast"
     SCALING = "% of linear weak scaling"
     SLOWDOWN = "% longer step"
+    DROP = "times the relative drop of speed on a slower network"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,8 @@ class Row:
     seq_len: tuple[int, ...]
     activations: tuple[str, ...] = ("checkpoint",)
     against: Against | None = None
+    dropped_from: str = ""
+    """Of a drop: the cluster with the faster network, where both systems run too."""
     note: str = ""
 
     @property
@@ -99,6 +102,11 @@ class Row:
             "activations": self.activations,
         }
         return {name: values for name, values in every.items() if len(values) > 1}
+
+    def runs(self, point: Point) -> list[Point]:
+        """What a figure is made of: the run itself, what it is compared with, both on the faster network."""
+        here = [point] if self.against is None else [point, self.against.of(point)]
+        return here + [replace(each, cluster=self.dropped_from) for each in here if self.dropped_from]
 
     def points(self) -> Iterator[Point]:
         """Every plausible run, whether it fits or not."""
@@ -149,6 +157,26 @@ def _roberta() -> Iterator[Row]:
                 seq_len=(512,),
                 note="RoBERTa's usual sequence; what it has beyond BERT's shape is the vocabulary",
             )
+
+
+def _stages() -> Iterator[Row]:
+    """Stages of ZeRO on EFA beside InfiniBand. The document names no model: 50B does not fit at stage 2."""
+    yield Row(
+        key="zero-stages/drop",
+        document="zero3-on-efa",
+        what="64 A100s, from InfiniBand to EFA: relative drop of ZeRO-3, over that of ZeRO-2",
+        published=2.0,
+        measure=Measure.DROP,
+        model="roberta-10b",
+        cluster="p4d.24xlarge:8",
+        system="zero3-before",
+        partition_size=64,
+        micro_batch=(8, 16, 32),
+        accumulation=(1, 4),
+        seq_len=(512,),
+        against=Against(system="zero2-before"),
+        dropped_from="dgx-a100:8",
+    )
 
 
 def _bert() -> Iterator[Row]:
@@ -248,7 +276,7 @@ def _largest() -> Iterator[Row]:
     )
 
 
-ROWS: Final = (*_roberta(), *_bert(), *_gpt_100b(), *_largest())
+ROWS: Final = (*_roberta(), *_stages(), *_bert(), *_gpt_100b(), *_largest())
 BY_KEY: Final = {row.key: row for row in ROWS}
 EXPERIMENTS: Final = tuple(dict.fromkeys(row.experiment for row in ROWS))
 
