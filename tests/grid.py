@@ -108,7 +108,7 @@ class Case:
                 "low_memory": self.low_memory,
                 "prefetch": mics.Prefetch(units=1, stay_nbytes=_STAY_NBYTES) if self.staying else "auto",
                 # New parameters as moves in half of the cases: bits are the same.
-                "compression": mics.Compression(refresh="lossless") if self.announced else None,
+                "compression": mics.Compression() if self.announced else None,
             },
         )
 

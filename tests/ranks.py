@@ -293,6 +293,7 @@ _PRELOADED += ["mics", "mics.checkpoint", "mics.train.loop"]
 _PRELOADED_WITH = {
     "transformers": "transformers.models.gpt2.modeling_gpt2",
     "transformers.trainer": "transformers.trainer",
+    "tests.integrations.changed_imports": "tests.integrations.changed_imports",
     "lightning": "mics.integrations.lightning",
     "mics.fsdp": "mics.fsdp",
     "torchtitan.trainer": "tests.integrations.torchtitan_runs",

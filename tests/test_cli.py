@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,14 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(COMMANDS) == names
     for name, command in COMMANDS.items():
         assert f"{name} {command.summary}" in lines
+
+
+def test_python_m_mics(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the command, with its exit code, as for torchrun's ``-m mics``."""
+    monkeypatch.setattr(sys, "argv", ["mics", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("mics", run_name="__main__")
+    assert caught.value.code == 0 and capsys.readouterr().out == f"mics {mics.__version__}\n"
 
 
 def _loaded_by(*args: str) -> set[str]:
@@ -47,6 +58,26 @@ def test_help_and_version_load_nothing(flag: str) -> None:
     assert not {"torch", "numpy", "rich", "tyro", "yaml", "matplotlib"} & found
     ours = {name.removeprefix("mics.") for name in found if name.startswith("mics.")}
     assert ours == {"cli", "errors", "utils", "utils.deprecation", "utils.emulated_backend", "utils.extras"}
+
+
+def test_what_torch_tells_the_authors_of_torchao_is_not_shown(tmp_path: Path) -> None:
+    """transformers imports it, in every command that reads a model of Hugging Face. Other words pass."""
+    from torch.utils._pytree import register_constant
+
+    class Preference(StrEnum):
+        AUTO = "auto"
+
+    log, records = logging.getLogger("torch.utils._pytree"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log.addHandler(handler)
+    try:
+        assert main(["data", "show", str(tmp_path)]) == 2
+        register_constant(Preference)
+        log.warning("another")
+    finally:
+        log.removeHandler(handler)
+    assert [record.getMessage() for record in records] == ["another"]
 
 
 _MODULES = {

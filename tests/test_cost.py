@@ -127,12 +127,19 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("ranks_per_node: 2", "expected the file to have"),
-        ("- 1", "expected the file to have"),
+        (
+            "- 1",
+            "expected the file to have inter, intra and ranks_per_node, found no inter, intra and ranks_",
+        ),
         ("{", "expected YAML"),
         ("ranks_per_node: 0\nintra: &l {bandwidth: 1, latency: 0}\ninter: *l", "ranks_per_node"),
         ("ranks_per_node: 2\nintra: &l {bandwidth: fast, latency: 0}\ninter: *l", "expected a number"),
         ("ranks_per_node: 2\nintra: &l {bandwidth: 0, latency: 0}\ninter: *l", "bandwidth > 0"),
-        ("ranks_per_node: 2\nintra: &l {bandwidth: 1, lag: 0}\ninter: *l", "expected intra to have"),
+        ("ranks_per_node: 2\nintra: &l {bandwidth: 1, lag: 0}\ninter: *l", "found no latency; mics"),
+        (
+            "ranks_per_node: 2\nintra: &l {bandwidth: 1, latency: 0, lag: 0}\ninter: *l",
+            "intra to have at most bandwidth, latency, ramp_nbytes and slowdown, found also lag; leave",
+        ),
     ],
 )
 def test_a_file_that_is_no_cluster(tmp_path: Path, text: str, complaint: str) -> None:

@@ -235,3 +235,45 @@ def test_refused(library: str, kind: str, options: dict[str, Any], problem: str)
     with pytest.raises(mics.SettingsError, match=problem):
         optimizer.step()
     torch.testing.assert_close(mics.full_state_dict(model), before, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------
+# On a GPU
+# ---------------------------------------------------------------------------------------------
+
+
+def _on_gpu(library: str | None, partition_size: int) -> tuple[list[float], set[torch.dtype], set[str]]:
+    """Losses of ten steps on one batch; dtypes and devices of the optimizer's state. None: Adam of torch."""
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    model = mics.shard(Wide().cuda(), partition_size=partition_size)
+    if library is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = make(library, model)
+    given = [each.cuda() for each in batch(0, 0, 0)]
+    losses = []
+    for _ in range(10):
+        loss = model(*given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    entries = [value for state in optimizer.state.values() for value in state.values()]
+    kept = [getattr(value, "codes", value) for value in entries if isinstance(value, Tensor) and value.dim()]
+    return losses, {each.dtype for each in kept}, {each.device.type for each in kept}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_beside_adam_under_nccl(library: str) -> None:
+    """State in 8 bits on the device, in shards of ranks; losses near those of Adam with float32 state."""
+    pytest.importorskip(library)
+    for partition_size in (1, 2):
+        narrow = run_ranks(2, _on_gpu, library, partition_size, backend="nccl")
+        wide = run_ranks(2, _on_gpu, None, partition_size, backend="nccl")
+        for (losses, _, devices), (plain, dtypes, _) in zip(narrow, wide, strict=True):
+            assert plain[-1] < 0.5 * plain[0] and losses == pytest.approx(plain, rel=5e-2)
+            assert losses != plain and torch.uint8 not in dtypes
+            assert devices == {"cuda"}
+        assert any(torch.uint8 in dtypes for _, dtypes, _ in narrow)

@@ -1,8 +1,8 @@
 """The guide's commands: a model on two hosts of two ranks under Slurm, and with `--long` another.
 
 They are those of the page, but for fewer tokens and a shorter measurement; and only with `--long` a doctor
-looks at the hosts first, as in `doctor/test_on_hosts.py`. The first model loses a node. `transformers` load
-the results.
+looks at the hosts first, as in `doctor/test_on_hosts.py`. Each model loses a node. `transformers` load the
+results.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.train.host_runs import ENVIRONMENT, cluster_name, losses, reference_l
 __all__ = ["cluster_name", "slurm"]  # fixtures
 
 _PAGE: Final = "docs/from-a-plan-to-a-cluster.md"
+_RUNS: Final = {"run.yaml": "llama-tiny", "roberta.yaml": "roberta-tiny"}
 _SHORTER: Final = {"--tokens 200k": "--tokens 120k", "--max-seconds 20": "--max-seconds 3"}
 
 
@@ -41,13 +42,13 @@ def _commands() -> list[str]:
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.timeout(1800)  # under a load that is not ours; three minutes without
 def test_the_page(cluster_name: str, tmp_path: Path) -> None:
-    """Every command succeeds. The Llama loses a node, and ends with the losses of a run that did not."""
+    """Every command succeeds. Each run loses a node, and ends with the losses of one that did not."""
     commands = [command for command in _commands() if tiers.long or "roberta" not in command]
     (tmp_path / "text").mkdir()
     shutil.copy(ROOT / "src/mics/train/fables.txt", tmp_path / "text")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "slurm").mkdir()
-    llama = tmp_path / "runs" / "llama-tiny"
+    runs = tmp_path / "runs"
     environment = {**ENVIRONMENT, "DOCTOR": "yes" if tiers.long else "no"}
     with (
         NamespaceCluster(3, "1gbit", name=cluster_name) as cluster,
@@ -55,23 +56,29 @@ def test_the_page(cluster_name: str, tmp_path: Path) -> None:
     ):
         for command in commands:
             running = slurm.start("bash", "-c", command, cwd=tmp_path, env=environment)
-            if command.endswith("slurm.sbatch run.yaml"):
-                slurm.wait_for("a checkpoint", (llama / "checkpoints" / "latest").exists, timeout_s=400)
-                slurm.kill_host(2)
-                slurm.wait_for("the requeue", lambda: "PD" in slurm.call("squeue", "-ho%t"), timeout_s=300)
-                slurm.start_node(2)
-                slurm.wait_for(
-                    "the restart",
-                    lambda: "Restarts=1" in slurm.call("scontrol", "show", "jobs"),
-                    timeout_s=300,
-                )
+            name = _RUNS.get(command.partition("slurm.sbatch ")[2])
+            if name is not None:
+                _lose_a_node(slurm, runs / name)
             output = running.communicate(timeout=600)[0]
             assert running.returncode == 0, f"{command}\n{output}\n{_printed(tmp_path)}"
-    assert "going on from runs/llama-tiny/checkpoints/step-" in _printed(tmp_path)
-    assert losses(llama) == reference_losses(tmp_path, num_ranks=4, ranks_per_node=2, name="llama-tiny")
-    names = [folder.name for folder in sorted((tmp_path / "runs").iterdir())]
+    names = [folder.name for folder in sorted(runs.iterdir())]
     assert names == (["llama-tiny", "roberta-tiny"] if tiers.long else ["llama-tiny"])
-    run_ranks(1, _check_exports, str(tmp_path / "runs"), names, launch="none")
+    for config, name in list(_RUNS.items())[: len(names)]:
+        assert f"going on from runs/{name}/checkpoints/step-" in _printed(tmp_path)
+        uninterrupted = reference_losses(tmp_path, num_ranks=4, ranks_per_node=2, name=name, config=config)
+        assert losses(runs / name) == uninterrupted
+    run_ranks(1, _check_exports, str(runs), names, launch="none")
+
+
+def _lose_a_node(slurm: SlurmCluster, run_dir: Path) -> None:
+    """Once there is a checkpoint. Returns when the job runs again."""
+    slurm.wait_for("a checkpoint", (run_dir / "checkpoints" / "latest").exists, timeout_s=400)
+    slurm.kill_host(2)
+    slurm.wait_for("the requeue", lambda: "PD" in slurm.call("squeue", "-ho%t"), timeout_s=300)
+    slurm.start_node(2)
+    slurm.wait_for(
+        "the restart", lambda: slurm.call("squeue", "-hORestartCnt").split() == ["1"], timeout_s=300
+    )
 
 
 def _printed(folder: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import mics
 from mics.engine import engine_of, units_of
+from mics.sharding.unit import State
 from tests import toys
 from tests.ranks import run_expecting_error, run_ranks
 
@@ -57,22 +59,26 @@ def _train(
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     lr: float = 1e-5,
     device: str = "cpu",
+    announced: bool = True,
+    axis: str = "replication",
+    audit_interval: int = 1,
     **settings: Any,
 ) -> tuple[list[Tensor], dict[str, Tensor], Any, list[int]]:
-    """Losses, parameters, optimizer state, and bytes to the replicas for new values of each step."""
+    """Losses, parameters, optimizer state, and bytes of each step's gathers along an axis of the mesh."""
     torch.manual_seed(0)
     model = mics.shard(
         _Model().to(device),
         precision=mics.Precision(param_dtype=dtype),
         compression=mics.Compression(refresh=refresh),  # type: ignore[arg-type]
-        audit_interval=1,
+        audit_interval=audit_interval,
         **settings,
     )
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizers = [optimizer(trained[:3], lr=lr), optimizer(trained[3:], lr=lr)]  # type: ignore[call-arg]
     losses, nbytes = [], []
     for step in range(steps):
-        for micro in mics.microsteps(model, range(accumulation)):
+        micros = range(accumulation)
+        for micro in mics.microsteps(model, micros) if announced else micros:
             x, y = toys.floats(step, micro, dist.get_rank(), dim=_DIM, batch=4)
             loss = (model(x.to(device, dtype)) - y.to(device)).square().mean() / accumulation
             loss.backward()
@@ -80,7 +86,7 @@ def _train(
         for each in optimizers:
             each.step()
             each.zero_grad()
-        nbytes.append(_sent_nbytes(model))
+        nbytes.append(_sent_nbytes(model, axis))
         happens(model, optimizers[1], step)
     mics.audit_replicas(model)
     whole = mics.full_state_dict(model, rank0_only=False)
@@ -88,8 +94,8 @@ def _train(
     return losses, whole, state, [late - early for early, late in pairwise(nbytes)]
 
 
-def _sent_nbytes(model: nn.Module) -> int:
-    return mics.traffic(model).nbytes.get(("replication", "all_gather"), 0)
+def _sent_nbytes(model: nn.Module, axis: str) -> int:
+    return mics.traffic(model).nbytes.get((axis, "all_gather"), 0)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -133,7 +139,7 @@ def test_same_bits_in_fewer_bytes(partition_size: int, settings: dict[str, Any])
     _check(run_ranks(4, _compare, kwargs=options), at_most=0.75)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_same_bits_after_two_hundred_steps() -> None:
     """A rate that rises, falls and jumps: rooms grow and shrink, and some steps do not fit."""
     _check(run_ranks(4, _compare, _wander, kwargs={"partition_size": 2, "steps": 200}), at_most=1.0)
@@ -169,15 +175,59 @@ def _write(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
         assert all(value.isfinite().all() for _, value in mics.iter_full_params(model))
 
 
+def _evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The first to look whether moves fitted."""
+    optimizer.param_groups[0]["lr"] *= 2
+    with torch.inference_mode():
+        model(torch.zeros(1, _DIM, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize(
-    "happens", [_jump, *(pytest.param(each, marks=pytest.mark.full) for each in (_edit, _write))]
+    "happens", [_jump, _evaluate, *(pytest.param(each, marks=pytest.mark.full) for each in (_edit, _write))]
 )
 def test_values_that_leap(happens: Happening) -> None:
-    """A learning rate that jumps, edits, and whole parameters written."""
+    """A learning rate that jumps, evaluations, edits, and whole parameters written."""
     found = run_ranks(4, _compare, happens, kwargs={"partition_size": 2})
     _check(found, at_most=1.1)
     if happens is _jump:
         assert all(max(shares) > 1.1 for _, shares in found), "moves that did not fit, and values after them"
+
+
+@pytest.mark.parametrize(
+    ("happens", "settings"),
+    [
+        (_nothing, {"accumulation": 2}),
+        (_jump, {}),
+        *(pytest.param(each, {}, marks=pytest.mark.full) for each in (_evaluate, _edit, _write)),
+        pytest.param(_nothing, {"dtype": torch.float16, "announced": False}, marks=pytest.mark.full),
+        pytest.param(_wander, {"steps": 200}, marks=pytest.mark.long),
+    ],
+)
+def test_units_that_stay_over_a_step(happens: Happening, settings: dict[str, Any]) -> None:
+    """Where there are no replicas, and partition groups span nodes: moved, not gathered anew, to the bit."""
+    staying = mics.Prefetch(units=1, stay_nbytes=1 << 30)
+    options = {"partition_size": 4, "prefetch": staying, "audit_interval": 0, **settings}
+    found = run_ranks(4, _compare, happens, ranks_per_node=2, kwargs={"axis": "partition", **options})
+    assert all(equal for equal, _ in found)
+    if happens is _nothing and settings.get("announced", True):
+        # The frozen weight is gathered as it is, and values of which two optimizers have parts.
+        assert all(shares[-1] < 0.75 for _, shares in found), found
+    if happens is _jump:
+        assert all(shares[5] > 1.2 * shares[4] for _, shares in found), "gathers after moves that did not fit"
+
+
+def _gathers_anew() -> list[int]:
+    """Bytes that units took in each step, of two optimizers, where every third gathers."""
+    staying = mics.Prefetch(units=1, stay_nbytes=1 << 30)
+    options: dict[str, Any] = {"partition_size": 4, "prefetch": staying, "audit_interval": 6, "steps": 10}
+    return _train("lossless", axis="partition", **options)[3]
+
+
+def test_now_and_then_they_are_gathered_anew() -> None:
+    """Else a bit that flips in a copy would stay for ever."""
+    for found in run_ranks(4, _gathers_anew, ranks_per_node=2):
+        anew = [step for step, nbytes in enumerate(found) if step > 2 and nbytes > 0.75 * max(found[3:])]
+        assert anew == [4, 7], found
 
 
 def _resume(folder: str) -> list[bool]:
@@ -203,6 +253,59 @@ def test_a_loaded_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(4, _resume, str(tmp_path)) == [[True, True]] * 4
 
 
+def _one_cannot() -> bool:
+    with patch("mics.config.moves_work", lambda device: dist.get_rank() != 1):
+        model = mics.shard(_Model(), partition_size=1, precision=mics.Precision(param_dtype=torch.bfloat16))
+    return engine_of(model).step.moved is None
+
+
+def test_values_are_sent_where_one_rank_cannot_make_moves() -> None:
+    """As one whose machine has no C compiler for Triton."""
+    assert run_ranks(2, _one_cannot) == [True, True]
+
+
+class _WithNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.ParameterList([nn.Parameter(torch.empty(0))])
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) + self.nothing[0].sum()
+
+
+def _train_with_nothing(compression: mics.Compression, partition_size: int) -> bool:
+    model = _WithNothing()
+    precision = mics.Precision(param_dtype=torch.bfloat16)
+    mics.shard(
+        model,
+        partition_size=partition_size,
+        units=[model.nothing, model.up],
+        precision=precision,
+        compression=compression,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mics.audit_replicas(model)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("compression", "partition_size"),
+    [
+        (mics.Compression(), 1),
+        (mics.Compression(hop2="int8"), 1),
+        (mics.Compression(hop2="bf16"), 1),
+        (mics.Compression(inter_gather="int8", inter_reduce="int8"), 2),
+    ],
+)
+def test_a_unit_without_elements(compression: mics.Compression, partition_size: int) -> None:
+    assert all(run_ranks(2, _train_with_nothing, compression, partition_size, ranks_per_node=1))
+
+
 def test_refuses_what_it_does_not_know() -> None:
     with pytest.raises(mics.SettingsError, match=r'refresh: expected "lossless" or None, found \'int3\''):
         mics.Compression(refresh="int3")  # type: ignore[arg-type]
@@ -214,13 +317,14 @@ def _with(compression: Any) -> None:
     mics.shard(nn.Linear(4, 4), compression=compression)
 
 
-def _emulated() -> list[bool]:
+def _emulated(partition_size: int) -> list[bool]:
     """Of each unit, after each of a few steps: whether its values are such as weights have."""
     with mics.emulate("p4d.24xlarge:2"):
         torch.manual_seed(0)
         model = mics.shard(
             _Model(),
-            partition_size=8,
+            partition_size=partition_size,
+            prefetch=mics.Prefetch(units=1, stay_nbytes=1 << 30),
             precision=mics.Precision(param_dtype=torch.bfloat16),
             compression=mics.Compression(refresh="lossless"),
         )
@@ -232,6 +336,10 @@ def _emulated() -> list[bool]:
             optimizer.step()
             optimizer.zero_grad()
             values = [unit.arrived_params() for unit in units_of(model)]
+            for unit in units_of(model):
+                if unit.state is State.GATHERING:
+                    unit.gathered_at.wait()
+                    values.append(unit.whole.flat)
             found += [bool(each.isfinite().all()) and float(each.abs().max()) < 1 for each in values]
         assert (
             engine_of(model).step.moved is not None
@@ -240,9 +348,10 @@ def _emulated() -> list[bool]:
         return found
 
 
-def test_an_emulated_rank_keeps_its_values() -> None:
-    """Moves of imagined replicas are not those of the values here, which they would soon make NaN."""
-    assert all(_emulated())
+@pytest.mark.parametrize("partition_size", [8, 16])
+def test_an_emulated_rank_keeps_its_values(partition_size: int) -> None:
+    """Moves of imagined ranks are not those of the values here, which they would soon make NaN."""
+    assert all(_emulated(partition_size))
 
 
 @pytest.mark.gpu
@@ -251,3 +360,14 @@ def test_same_bits_under_nccl(partition_size: int) -> None:
     options = {"partition_size": partition_size, "device": "cuda", "accumulation": 2}
     _check(run_ranks(4, _compare, _jump, backend="nccl", ranks_per_node=2, kwargs=options), at_most=1.1)
     _check(run_ranks(4, _compare, backend="nccl", ranks_per_node=2, kwargs=options), at_most=0.75)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("happens", [_nothing, _jump, _evaluate])
+def test_units_that_stay_over_a_step_under_nccl(happens: Happening) -> None:
+    staying = mics.Prefetch(units=1, stay_nbytes=1 << 30)
+    options = {"partition_size": 4, "prefetch": staying, "audit_interval": 0, "device": "cuda"}
+    found = run_ranks(
+        4, _compare, happens, backend="nccl", ranks_per_node=2, kwargs={"axis": "partition", **options}
+    )
+    assert all(equal for equal, _ in found)

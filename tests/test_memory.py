@@ -50,12 +50,21 @@ def _storage_nbytes(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not so: wrappers (their parts are tensors too), and what a compiler left on this rank of the pool."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage of its own, or none at all
+        return False
+    return True
+
+
 def _live_nbytes() -> int:
     """Bytes of distinct memory behind every tensor of this process."""
     for _ in range(3):  # an optimizer's end is what lets go of its model: cycles die in turn
         gc.collect()
     tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.device.type == "cpu"]
-    return _storage_nbytes(tensors)
+    return _storage_nbytes([tensor for tensor in tensors if _has_memory(tensor)])
 
 
 def _train_and_measure(
@@ -98,6 +107,7 @@ def _train_and_measure(
         "moments": sum(t.shape.numel() * t.element_size() for t in moments),
         "reduce": _storage_nbytes([t for b in buffers for t in (b.full, b.shard)]),
         "staging": engine.mesh.staging_nbytes(),
+        "moves": 0 if engine.step.moved is None else engine.step.moved.nbytes,
         "gathered_after_step": _storage_nbytes([u.whole.flat for u in units if u.whole.is_own]),
     }
     named = sum(terms.values()) + _storage_nbytes(scalars)

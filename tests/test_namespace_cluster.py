@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.cluster.counters import UPLINK_VARIABLE, uplink_nbytes
@@ -131,6 +132,36 @@ def test_an_all_reduce_over_two_hosts(name: str, tmp_path: Path) -> None:
         assert nbytes < report["received_nbytes"] < 1.02 * nbytes
         assert report["seconds"] > 0.95 * nbytes * 8 / rate
         assert uplinks[rank]["sent_nbytes"] > 2 * nbytes, "the whole run: two all-reduces and the start"
+
+
+def step_bytes(name: str, out: Path, *arguments: str) -> dict[str, Any]:
+    """What benchmarks.cluster.step_bytes finds on two hosts of two ranks."""
+    options = ["--name", name, "--hosts", "2", "--ranks", "2", "--rate", "1gbit", "--timeout", "280"]
+    program = ["-m", "benchmarks.cluster.step_bytes", "--out", str(out), *arguments]
+    done = subprocess.run(
+        [*RUN, *options, "--", *program], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.full
+def test_compression_takes_less_than_half_of_an_uplink(name: str, tmp_path: Path) -> None:
+    """Hop 2 in int8 and lossless refreshes: at most 0.45 of the bytes that a step sends without them."""
+    found = step_bytes(name, tmp_path / "bytes.json", "--with", "none", "lossless, hop 2 int8")
+    for before, after in zip(*found["uplink_nbytes"].values(), strict=True):
+        assert before > 1_000_000
+        assert after <= 0.45 * before
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_lossless_refreshes_are_equal_over_uplinks(name: str, tmp_path: Path) -> None:
+    """After 200 steps losses, parameters and optimizer state are those of compression=None, to the bit."""
+    small = ["--with", "none", "--hidden-size", "32", "--steps", "1", "--first", "1"]
+    found = step_bytes(name, tmp_path / "bytes.json", *small, "--equal-steps", "200")
+    assert found["equal"]
 
 
 SEND = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from mics.cost.setting import Setting
 from mics.cost.shapes import named_shape
 from mics.engine import engine_of
 from mics.layout.assign import assign_sites, unit_modules
+from mics.layout.compression import UNCOMPRESSED
 from mics.layout.topology import plan_topology
 from mics.models import GPT
 from mics.planner.step_costs import whole_masters_pay
@@ -96,8 +97,33 @@ def test_what_was_measured_is_chosen(wire: str, measured: str) -> None:
         accumulation=2,
         activations=Keeping(checkpoint=True),
         wire_nbytes=2 if wire == "bfloat16" else 4,
+        compression=UNCOMPRESSED,
     )
     assert whole_masters_pay(setting) == (measured == "partition")
+
+
+def test_moves_leave_nothing_to_gain() -> None:
+    """New parameters in a third of their bytes hide under the next forward."""
+    settings = _settings(_NARROW)
+    assert _chosen(settings) == "partition"
+    assert _chosen(replace(settings, compression=mics.Compression())) == "world"
+
+
+@pytest.mark.parametrize(("refresh", "chosen"), [(None, "partition"), ("lossless", "world")])
+def test_rounded_gradients_are_reckoned_with(refresh: Literal["lossless"] | None, chosen: str) -> None:
+    """Sums in 16 bits are as many bytes as new parameters, and more than moves."""
+    rounded = mics.Compression(refresh=refresh, hop2="int8")
+    assert _chosen(replace(_settings(_WIDE), compression=rounded)) == chosen
+    setting = Setting(
+        model=named_shape("gpt-3.6b"),
+        cluster=_ORDINARY,
+        partition_size=8,
+        micro_batch=4,
+        accumulation=2,
+        activations=Keeping(checkpoint=True),
+        compression=rounded,
+    )
+    assert whole_masters_pay(setting) == (chosen == "partition")
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ def test_the_picture_of_where_it_pays(tmp_path: Path) -> None:
     table = list(where_it_pays.lines_of_table(panels))
     assert sum("does not fit: " in line for line in table) == 3
     hsdp = next(curve for curve in next(iter(panels.values())) if curve.system == "hsdp")
-    assert hsdp.ratios[4] == pytest.approx(1.29, rel=0.05), "measured: benchmarks/results/hiding_h200"
+    # Measured: 1,079 ms beside 807 (benchmarks/results: step-times, moves).
+    assert hsdp.ratios[4] == pytest.approx(1.34, rel=0.05)
 
 
 @pytest.mark.parametrize(

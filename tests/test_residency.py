@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mics.comm.lanes import DONE
+from mics.comm.codec import PLAIN
+from mics.comm.lanes import DONE, InlineLane
 from mics.errors import MicsError
 from mics.layout.order import Plans, Prefetch
 from mics.schedule import residency
@@ -182,11 +183,13 @@ class Program:
         low_memory: bool = False,
         edits_show: bool = False,
         room: float = 0.0,
+        moves: bool = False,
     ) -> None:
+        """``moves``: new values of units that stay come as moves, which do not fit for each third unit."""
         self.gather = groups = FakeGroups()
         self.units: list[Any] = [
             FakeUnit(
-                SimpleNamespace(index=index, label=f"unit {index}"),
+                SimpleNamespace(index=index, label=f"unit {index}", gather=PLAIN),
                 FakeWhole(nbytes),
                 groups,
                 sees_edits=edits_show,
@@ -204,7 +207,9 @@ class Program:
             low_memory=low_memory,
             edits_show=edits_show,
             room=lambda: room,
+            stays_old=(lambda unit: True) if moves else None,
         )
+        self.num_moved: Counter[int] = Counter()
         self.uses: Counter[int] = Counter()
         self.read: set[int] = set()  # for good
 
@@ -313,7 +318,7 @@ class Program:
             assert all(unit.state is State.SHARDED for unit in self.units)
             return False
         if not self.progress.more_to_come:
-            assert all(unit.state is State.SHARDED for unit in self.units), "something was left"
+            assert not any(unit.is_waiting or unit.gathered for unit in self.units), "something was left"
         return True
 
     def _check_refusal(self, error: str) -> None:
@@ -373,11 +378,33 @@ class Program:
             self._hear(Event(What.STEP_BEGINS, units=units))
             assert not any(unit.is_waiting for unit in units), "its values are about to change"
             for unit in units:
+                is_old = unit.state is State.OLD
+                assert not is_old or unit.values[0] == unit.num_refreshes, "older than before the step"
                 unit.num_refreshes += 1
                 unit.num_edits += 1
                 unit.is_edited = False
             self._hear(Event(What.STEP_ENDS, units=units))
+            for unit in units:
+                if unit.state is State.OLD:
+                    self._move(unit)
             self._hear(Event(What.REFRESHED, units=units))
+
+    def _move(self, unit: Any) -> None:
+        """As ``sharding/refresh.py: MovedValues``."""
+        ticket = InlineLane().submit(lambda: None)
+        fits = unit.spec.index % 3 != 2
+        transitions = self.residency.transitions
+
+        def confirm() -> None:
+            unit.refresh.confirm = None
+            if not fits:
+                transitions.drop(unit, ticket)
+
+        unit.refresh.begin(DONE, confirm=confirm)
+        transitions.update(unit, ticket)
+        if fits:
+            unit.values = unit.num_refreshes, unit.num_edits
+            self.num_moved[unit.spec.index] += 1
 
 
 def _chain(count: int) -> tuple[Call, ...]:
@@ -448,7 +475,7 @@ def test_any_program(
     num_settled: int,
 ) -> None:
     prefetch = Prefetch(units=units, stay_nbytes=stay)
-    program = Program(sizes, prefetch, low_memory=low_memory, edits_show=edits_show)
+    program = Program(sizes, prefetch, low_memory=low_memory, edits_show=edits_show, moves=not edits_show)
     for _ in range(num_settled):  # homes are given
         program.train([orders[0]], announced=False)
     for what, which, num_micro_steps, announced in actions:
@@ -511,6 +538,24 @@ def test_a_steady_step_holds_no_more_than_it_may(
     if homes and not stay and len(set(sizes)) == 1:
         spread = sum(segment.memory.numel() for segment in {home.segment for home in homes})
         assert spread <= (units + 3) * sizes[0], "homes are shared"
+
+
+def test_new_values_of_units_that_stay_come_as_moves() -> None:
+    """Once homes are given, nothing is gathered but what moves do not fit for; a failed step changes that."""
+    program = Program([_SIZE] * 6, Prefetch(units=1, stay_nbytes=6 * _SIZE), moves=True)
+    for _ in range(4):
+        assert program.train([_chain(6)] * 2, announced=True)
+    program.gather.num_gathers.clear()
+    program.num_moved.clear()
+    for _ in range(3):
+        assert program.train([_chain(6)] * 2, announced=True)
+    assert program.gather.num_gathers == {2: 3, 5: 3}
+    assert program.num_moved == {0: 3, 1: 3, 3: 3, 4: 3}
+    program.forward(_chain(6), trains=False)  # with those of the step
+    assert program.gather.num_gathers == {2: 4, 5: 4}
+    program.units[1].is_edited = True
+    assert program.train([_chain(6)], announced=True)
+    assert program.gather.num_gathers[1] > 0, "an edit shows"
 
 
 def _held(program: Program) -> int:
@@ -640,7 +685,7 @@ def test_memory_that_runs_out_leaves_no_unit_without_values() -> None:
     program._hear(Event(What.STEP_BEGINS, units=program.units))
     program.units[1].whole.is_too_large = True
     with pytest.raises(MemoryError):
-        program.residency._moves.prefetch(program.units[:3])
+        program.residency.transitions.prefetch(program.units[:3])
     program.look()
     assert {unit.state for unit in program.units} == {State.SHARDED}
 
@@ -658,4 +703,4 @@ def test_a_wrong_transition_names_unit_and_event() -> None:
     program = Program([_SIZE] * 2, Prefetch(units=1))
     program.need(0)
     with pytest.raises(AssertionError, match=r"unit 0: State.GATHERED to State.GATHERED.*NEEDED"):
-        program.residency._moves._move(program.units[0], State.GATHERED)
+        program.residency.transitions._move(program.units[0], State.GATHERED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import subprocess
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def test_in_a_terminal_the_line_is_drawn_again(tmp_path: Path) -> None:
     os.close(ours)
     assert process.wait() == 0
     shown = content.decode()
-    assert "\rsetup: installing torch 2.13.0 (the one long download): 1 s\r" in shown
-    assert "2 s\r\x1b[Ksetup: installing mics" in shown
+    # A busy machine may miss the first second.
+    assert re.search(r"\rsetup: installing torch 2.13.0 \(the one long download\): [12] s\r", shown)
+    assert re.search(r"[23] s\r\x1b\[Ksetup: installing mics", shown)
     assert shown.endswith(f"setup: ready in {env}\r\n")
 
 

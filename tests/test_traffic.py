@@ -81,6 +81,7 @@ def _phases(
         optimizer_sharding=optimizer_sharding,
         precision=precision,
         prefetch=prefetch,
+        compression=None,  # bytes of moves depend on the values: `test_lossless_refresh.py`
     )
     optimizer = adamw(model)
     phases = {}

@@ -20,6 +20,7 @@ _MAX_TOP_MODULES: Final = 12
 _ALLOWED: Final[dict[str, str]] = {
     "config.py: Settings: attributes": "one for each setting of mics.shard, and what was found out for them",
     "fsdp/module.py: FSDPModule: methods": "those of FSDP2's class, one by one",
+    "integrations/deepspeed/config.py: DeepSpeedConfig: attributes": "one for each setting of the file",
     "integrations/deepspeed/engine.py: DeepSpeedEngine: methods": "those of DeepSpeed's class, one by one",
     "integrations/deepspeed/engine.py: DeepSpeedEngine: attributes": "those of DeepSpeed's class too",
     "planner/command.py: PlanConfig: attributes": "one for each option of the command",

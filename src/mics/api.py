@@ -18,6 +18,7 @@ from mics.comm import Traffic, join_world
 from mics.config import (
     OptimizerSharding,
     OptimizerState,
+    agreed,
     check_settings,
     compare,
     describe,
@@ -27,7 +28,7 @@ from mics.config import (
 from mics.cost.clusters import with_shared_gpus
 from mics.engine import engine_of, engines_of
 from mics.errors import SettingsError
-from mics.layout.compression import Compression
+from mics.layout.compression import LOSSLESS, Compression
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
 from mics.schedule.methods import follow_method
@@ -54,7 +55,7 @@ def shard(
     activations: Activations | None = None,
     low_memory: Literal["auto"] | bool = "auto",
     audit_interval: Literal["auto"] | int = "auto",
-    compression: Compression | None = None,
+    compression: Compression | None = LOSSLESS,
 ) -> nn.Module:
     """Shard ``model`` in place over partition groups and return it.
 
@@ -92,7 +93,9 @@ def shard(
         audit_interval: optimizer steps from one comparison of the replicas' parameters to the next (see
             ``mics.audit_replicas``); "auto" is 100, and 0 never compares. A difference raises
             ``mics.ReplicaError`` one boundary later.
-        compression: what travels in fewer bytes than it has in memory; None: nothing.
+        compression: what travels in fewer bytes than it has in memory. By default new parameters of 16 bits
+            go to the replicas as how far each has moved, to the same bits. ``mics.Compression`` has formats
+            that round, too. None: nothing.
 
     The cost model takes the network to be an ordinary one. ``MICS_CLUSTER`` tells it better: the name of a
     cluster or a file, as for ``mics emulate --cluster``.
@@ -103,11 +106,10 @@ def shard(
     try:
         size = partition_size
         if size is None:
-            asks = mesh is None and isinstance(model, nn.Module)
-            on_host = optimizer_state == "host"
             size = whole_node(nodes)
-            if asks:
-                size = choose_partition_size(model, world, nodes, state_on_host=on_host)
+            if mesh is None and isinstance(model, nn.Module):
+                on_host = optimizer_state == "host"
+                size = choose_partition_size(model, world, nodes, compression, state_on_host=on_host)
         settings = check_settings(
             model,
             world,
@@ -138,9 +140,7 @@ def shard(
     sharing = ranks_on_gpu(accounts, world)
     if sharing > 1:
         settings = replace(settings, cluster=with_shared_gpus(settings.cluster), ranks_on_gpu=sharing)
-    least = min(account["memory"] for account in accounts) / sharing
-    settings = replace(settings, least_memory_nbytes=least)
-    return build(model, world, settings, nodes, share_links=sharing > 1)
+    return build(model, world, agreed(settings, accounts), nodes, share_links=sharing > 1)
 
 
 def microsteps(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:

@@ -11,7 +11,14 @@ import torch
 import torch.nn as nn
 
 from mics.activations.policy import Applied, apply_activations
-from mics.choices import Choices, choose_optimizer_sharding, choose_topology, replicas_exchange, unit_specs
+from mics.choices import (
+    Choices,
+    choose_optimizer_sharding,
+    choose_topology,
+    replicas_exchange,
+    spans_nodes,
+    unit_specs,
+)
 from mics.comm import TrafficCounter, World
 from mics.comm.world import MeshCollectives
 from mics.config import Settings
@@ -33,14 +40,14 @@ from mics.schedule.autograd import Autograd
 from mics.schedule.events import Event, Events, Listener, Progress, What
 from mics.schedule.log import StepLog
 from mics.schedule.methods import follow_usual_methods
-from mics.schedule.residency import Residency
+from mics.schedule.residency import Residency, StaysOld
 from mics.schedule.sites import ScheduledSite
 from mics.sharding.buffers import BufferSync
 from mics.sharding.contiguous import Contiguous
 from mics.sharding.conversions import refuse_conversions, refuse_tracing
 from mics.sharding.host_memory import HostPool
 from mics.sharding.materialize import InitialValues, as_it_was, drop_originals, fill_unit, place_buffers
-from mics.sharding.refresh import MovedValues, is_moved
+from mics.sharding.refresh import MovedValues, ToPartitionGroup, ToReplicas, is_moved
 from mics.sharding.spec import Share
 from mics.sharding.unit import Unit, UnitMemory
 from mics.sharding.wrappers import refuse_wrappers
@@ -108,23 +115,18 @@ def _wire(
     events, progress = Events(), Progress()
     log = StepLog(unit.spec for unit in units)
     plans = choices.plans()
-    residency = Residency(
-        units,
-        events=events,
-        plans=plans,
-        progress=progress,
-        log=log,
-        low_memory=settings.low_memory,
-        edits_show=any(map(_edits_show, units)),
-        room=choices.room,
-    )
+    moves = settings.compression.refresh == "lossless" and any(map(is_moved, units))
+    has_replicas = mesh.groups.replication.size > 1
+    moves_old = moves and not has_replicas and spans_nodes(mesh.groups.topology)
+    residency = _residency(units, settings, choices, events, plans, progress, log, moves_old=moves_old)
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
     step = Step(
         units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
     )
-    if settings.compression.refresh == "lossless" and any(map(is_moved, units)):
-        step.moved = MovedValues(units, settings.device, imagined=world.imagined is not None)
+    if moves_old or (moves and has_replicas):
+        route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas()
+        step.moved = MovedValues(units, settings.device, route, imagined=world.imagined is not None)
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)
     members = Members(model, autograd, on_change=synchronize_buffers.look_again)
@@ -150,6 +152,30 @@ def _wire(
         traffic=counter,
         ranks_on_gpu=settings.ranks_on_gpu,
         activations=activations,
+    )
+
+
+def _residency(
+    units: Sequence[Unit],
+    settings: Settings,
+    choices: Choices,
+    events: Events,
+    plans: Plans,
+    progress: Progress,
+    log: StepLog,
+    *,
+    moves_old: bool,
+) -> Residency:
+    return Residency(
+        units,
+        events=events,
+        plans=plans,
+        progress=progress,
+        log=log,
+        low_memory=settings.low_memory,
+        edits_show=any(map(_edits_show, units)),
+        room=choices.room,
+        stays_old=StaysOld(progress, settings.audit_interval) if moves_old else None,
     )
 
 
@@ -288,7 +314,7 @@ def _build_sites(
             fill_unit(unit, values)
         drop_originals(site)
         lowered = [
-            spec.param_dtype for spec in specs if spec.param_dtype not in {r.param.dtype for r in spec.refs}
+            spec.seen_dtype for spec in specs if spec.seen_dtype not in {r.param.dtype for r in spec.refs}
         ]
         scheduled.append(
             ScheduledSite(

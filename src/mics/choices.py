@@ -5,26 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 
 from mics.comm import World
+from mics.comm.quantized import codec_of
 from mics.config import Settings, cluster_for, device_of, imagined_memory, whole_node
 from mics.cost.auto import Turn, batch_nbytes, exchange_pays, latency_nbytes, two_stages_pay
 from mics.cost.collectives import Kind, Span
 from mics.cost.depth import MicroStep, batching_for, forward_seconds, reduction_share
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES, USABLE
 from mics.cost.modules import shape_of_module
-from mics.cost.setting import fitting_partition
+from mics.cost.setting import fitting_partition, refresh_nbytes
+from mics.cost.stages import Shares
 from mics.errors import SettingsError
 from mics.gradients.hops import Joining
 from mics.layout.assign import ParamRef, Site
+from mics.layout.compression import LOSSLESS, UNCOMPRESSED, Compression
 from mics.layout.flat import plan_layout
 from mics.layout.order import Plans, Prefetch
 from mics.layout.topology import Topology, plan_topology, why_not_two_stage
 from mics.sharding.buffers import keeps_statistics
+from mics.sharding.float8 import Float8Format
 from mics.sharding.spec import UnitSpec
 from mics.sharding.unit import Unit
 
@@ -46,13 +50,26 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
         )
     if wanted == "auto" and any(topology.two_stage):
         largest = max(_nbytes(site, settings) for site in settings.sites)
-        if not two_stages_pay(settings.cluster, _span(topology), largest):
+        share = _gathered_share(settings)
+        if not two_stages_pay(settings.cluster, _span(topology), largest, share=share):
             return plan_topology(node_of, partition_groups=groups, hierarchical=False)
     return topology
 
 
+def _gathered_share(settings: Settings) -> float:
+    """What rounding leaves of the largest site's parameters, from node to node."""
+    site = max(settings.sites, key=lambda site: _nbytes(site, settings))
+    nbytes = _nbytes(site, settings)
+    return _nbytes(site, settings, settings.compression) / nbytes if nbytes else 1.0
+
+
 def choose_partition_size(
-    model: nn.Module, world: World, nodes: Sequence[str], *, state_on_host: bool = False
+    model: nn.Module,
+    world: World,
+    nodes: Sequence[str],
+    compression: Compression | None = LOSSLESS,
+    *,
+    state_on_host: bool = False,
 ) -> int:
     """The smallest group whose share of the model leaves half of a GPU's memory to activations.
 
@@ -70,7 +87,14 @@ def choose_partition_size(
     total = torch.cuda.get_device_properties(device).total_memory
     limit = imagined_memory(world) or total
     memory = min(total, limit)
-    found = fitting_partition(shape, cluster, memory_nbytes=memory, state_on_host=state_on_host)
+    found = fitting_partition(
+        shape,
+        cluster,
+        memory_nbytes=memory,
+        state_on_host=state_on_host,
+        # What else was given is refused later, on all ranks together.
+        compression=compression if isinstance(compression, Compression) else UNCOMPRESSED,
+    )
     return world.size if found is None else found
 
 
@@ -106,7 +130,11 @@ def choose_optimizer_sharding(settings: Settings, topology: Topology) -> Literal
             for site, seconds in zip(trained, forwards, strict=True)
         ],
         wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in dtypes),
-        param_nbytes=max(_param_nbytes(site, settings) for site in trained),
+        compression=settings.compression,
+        refresh_nbytes=refresh_nbytes(
+            max(_param_nbytes(site, settings) for site in trained),
+            lossless=settings.compression.refresh == "lossless",
+        ),
     )
     return "partition" if turn.whole_masters_pay(knows_rows=False) else "world"
 
@@ -116,8 +144,9 @@ def _whole_masters_fit(settings: Settings, partition_size: int) -> bool:
     nbytes = 0
     for site in settings.sites:
         nbytes += _nbytes(site, settings)
-        # Gradients, masters and two moments.
-        nbytes += (2 * MASTER_NBYTES + ADAM_NBYTES) * _trained_numel(site)
+        # Gradients, masters and two moments; and what rounding loses.
+        lost = torch.bfloat16.itemsize if settings.compression.keeps_errors else 0
+        nbytes += (2 * MASTER_NBYTES + ADAM_NBYTES + lost) * _trained_numel(site)
     return nbytes / partition_size <= settings.least_memory_nbytes / 2
 
 
@@ -127,11 +156,7 @@ def _trained_numel(site: Site) -> int:
 
 def _param_nbytes(site: Site, settings: Settings) -> int:
     """Of an element of gathered parameters."""
-    return max(
-        settings.precision.dtype_of_param(ref.param.dtype, settings.device).itemsize
-        for ref in site.params
-        if ref.param.requires_grad
-    )
+    return max(_gathered_dtype(ref, settings).itemsize for ref in site.params if ref.param.requires_grad)
 
 
 def replicas_exchange(settings: Settings, topology: Topology) -> bool:
@@ -158,6 +183,9 @@ class Choices:
         self._two_stage = topology.two_stage[0]
         self._specs = {unit.spec.index: unit.spec for unit in units}
         self._sizes = {index: spec.gathered_nbytes for index, spec in self._specs.items()}
+        dtypes = [(spec.param_dtype.itemsize, spec.reduce_dtype.itemsize) for spec in self._specs.values()]
+        params, gradients = (max(each) for each in zip(*dtypes, strict=True)) if dtypes else (4, 4)
+        self._wire_shares = Shares.of(settings.compression, param_nbytes=params, wire_nbytes=gradients)
         self._replica_span = _replica_span(topology)
         self._exchanges = replicas_exchange(settings, topology)
         self._over_replicas = settings.optimizer_sharding == "world"
@@ -184,12 +212,14 @@ class Choices:
         are alike, none would fit beside another in the reduce buffer.
         """
         specs = [spec for spec in self._specs.values() if spec.trainable]
+        # What is rounded, and an exchange, have no form that takes several tensors at once.
         hop_1 = [spec.layout.numel * spec.reduce_dtype.itemsize for spec in specs]
-        hop_2 = [spec.layout.chunk_numel * spec.replica_dtype.itemsize for spec in specs]
+        hop_2 = [spec.hop_2_nbytes for spec in specs]
         latency_1 = latency_nbytes(self._cluster, self._span, Kind.REDUCE_SCATTER, two_stage=self._two_stage)
+        if any(spec.hop_1.changes(spec.reduce_dtype) for spec in specs):
+            latency_1 = 0
         kind = Kind.REDUCE_SCATTER if self._over_replicas else Kind.ALL_REDUCE
-        # An exchange, and a narrower wire, have no form that takes several tensors at once.
-        is_narrow = any(spec.replica_dtype.itemsize < spec.grad_dtype.itemsize for spec in specs)
+        is_narrow = any(spec.hop_2.changes(spec.grad_dtype) for spec in specs)
         apart = is_narrow or (self._exchanges and self._over_replicas)
         latency_2 = 0 if apart else latency_nbytes(self._cluster, self._replica_span, kind)
         return Joining(
@@ -211,6 +241,7 @@ class Choices:
             sizes=self._sizes,
             numels={index: spec.layout.numel for index, spec in self._specs.items()},
             rows=rows,
+            shares=self._wire_shares,
         )
         free, total = self._memory()
         free -= self._state_nbytes
@@ -249,6 +280,7 @@ class Choices:
             nbytes=largest.layout.numel * largest.reduce_dtype.itemsize,
             rows=rows,
             two_stage=self._two_stage,
+            share=self._wire_shares.reduce,
         )
 
 
@@ -268,6 +300,11 @@ def _room(free: float, total: float) -> float:
     return free - total * (1 - USABLE)
 
 
+def spans_nodes(topology: Topology) -> bool:
+    """Whether a partition group has ranks on several nodes."""
+    return any(len({topology.node_of[rank] for rank in group}) > 1 for group in topology.partition_groups)
+
+
 def _span(topology: Topology) -> Span:
     return Span.over([topology.node_of[rank] for rank in topology.partition_groups[0]])
 
@@ -276,25 +313,36 @@ def _replica_span(topology: Topology) -> Span:
     return Span.over([topology.node_of[rank] for rank in topology.replication_groups()[0]])
 
 
-def _nbytes(site: Site, settings: Settings) -> int:
-    dtypes = [settings.precision.dtype_of_param(ref.param.dtype, settings.device) for ref in site.params]
-    return sum(ref.param.numel() * dtype.itemsize for ref, dtype in zip(site.params, dtypes, strict=True))
+def _nbytes(site: Site, settings: Settings, compression: Compression = UNCOMPRESSED) -> int:
+    """Of a site's gathered parameters, or of what ``compression`` makes of them from node to node."""
+    found = 0.0
+    for ref in site.params:
+        dtype = _gathered_dtype(ref, settings)
+        rounded = compression if dtype.is_floating_point and dtype.itemsize > 1 else UNCOMPRESSED
+        found += ref.param.numel() * rounded.inter_gather_nbytes(dtype.itemsize)
+    return int(found)
+
+
+def _gathered_dtype(ref: ParamRef, settings: Settings) -> torch.dtype:
+    seen = settings.precision.dtype_of_param(ref.param.dtype, settings.device)
+    float8 = Float8Format.of(ref, seen)
+    return seen if float8 is None else float8.dtype
 
 
 def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterator[int]) -> list[UnitSpec]:
     """One unit for each combination of formats and trainability in a site: usually one."""
     precision, device = settings.precision, settings.device
-    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ParamRef]] = {}
+    groups: dict[tuple[torch.dtype, torch.dtype, bool, Float8Format | None], list[ParamRef]] = {}
     for ref in site.params:
         dtype = ref.param.dtype
         # Norms with running statistics compute in their buffers' format, and take activations in any.
         keeps = any(keeps_statistics(module) for module, _ in ref.places)
-        param_dtype = dtype if keeps else precision.dtype_of_param(dtype, device)
-        key = (param_dtype, precision.dtype_of_master(dtype), ref.param.requires_grad)
+        seen = dtype if keeps else precision.dtype_of_param(dtype, device)
+        key = (seen, precision.dtype_of_master(dtype), ref.param.requires_grad, Float8Format.of(ref, seen))
         groups.setdefault(key, []).append(ref)
     specs = []
-    for (param_dtype, master_dtype, trainable), refs in groups.items():
-        reduce_dtype = precision.dtype_of_hop_1(param_dtype)
+    for (seen, master_dtype, trainable, float8), refs in groups.items():
+        param_dtype = seen if float8 is None else float8.dtype
         layout = plan_layout(
             [(ref.name, tuple(ref.param.shape)) for ref in refs],
             num_chunks=topology.partition_size,
@@ -314,11 +362,13 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
                 trainable=trainable,
                 param_dtype=param_dtype,
                 master_dtype=master_dtype if trainable else param_dtype,
-                reduce_dtype=reduce_dtype,
+                float8=float8,
+                reduce_dtype=precision.dtype_of_hop_1(seen),
                 grad_dtype=grad_dtype,
-                replica_dtype=precision.dtype_of_hop_2(grad_dtype),
+                **_codecs(settings, topology, param_dtype, grad_dtype, trainable=trainable),
                 state_on_host=trainable and settings.optimizer_state == "host",
                 casts_masters=settings.low_memory
+                and float8 is None
                 and settings.optimizer_state == "device"
                 and trainable
                 and master_dtype is not param_dtype
@@ -327,3 +377,27 @@ def unit_specs(site: Site, settings: Settings, topology: Topology, index: Iterat
             )
         )
     return specs
+
+
+def _codecs(
+    settings: Settings,
+    topology: Topology,
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    *,
+    trainable: bool,
+) -> dict[str, Any]:
+    """How a unit's values are on the wire. Between nodes they may be rounded, inside a node they are not."""
+    found: dict[str, Any] = {}
+    compression = settings.compression
+    has_replicas, crosses = topology.num_replicas > 1, spans_nodes(topology)
+    if has_replicas and trainable:
+        narrow = settings.precision.dtype_of_hop_2(grad_dtype)
+        keeps = compression.keeps_errors
+        found["hop_2"] = codec_of(compression.hop2, narrow, at_random=not keeps)
+        found["keeps_errors"] = keeps
+    if crosses and param_dtype.is_floating_point:
+        # What has 8 bits already stays as it is.
+        found["gather"] = codec_of(compression.inter_gather if param_dtype.itemsize > 1 else None)
+        found["hop_1"] = codec_of(compression.inter_reduce, at_random=True)
+    return found

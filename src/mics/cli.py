@@ -1,6 +1,7 @@
 """The ``mics`` command. Each subcommand parses its own arguments and returns an exit code."""
 
 import argparse
+import logging
 import os
 import select
 import signal
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import mics
-from mics.errors import SettingsError
+from mics.errors import CheckpointError, SettingsError
 from mics.utils.deprecation import new_flags
 from mics.utils.extras import require
 
@@ -25,6 +26,23 @@ class Command:
 
 def _train(args: Sequence[str]) -> int:
     # Each imports only what it needs: a second saved in every rank is most of a short run's start.
+    from mics.train.failures import refuse, was_refused
+
+    if was_refused(os.environ):
+        return 2  # torchrun starts again what ended with an error in the settings; it has been said
+    try:
+        return _train_as_told(args)
+    except SystemExit as usage:  # of flags that are not understood; --help ends with 0
+        if usage.code:
+            refuse(os.environ)
+        raise
+    except SettingsError:
+        if not refuse(os.environ):
+            return 2
+        raise
+
+
+def _train_as_told(args: Sequence[str]) -> int:
     from mics.train.settings_file import parse_train_config
 
     config = parse_train_config(args)
@@ -148,12 +166,18 @@ def _is_unread() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
 
 
+def _is_ours_to_show(record: logging.LogRecord) -> bool:
+    """Not what torch tells the authors of torchao, which transformers imports."""
+    return "Calling register_constant() on Enum subclasses" not in record.getMessage()
+
+
 def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    logging.getLogger("torch.utils._pytree").addFilter(_is_ours_to_show)
     try:
         require("cli", f"mics {arguments.command}")
         return COMMANDS[arguments.command].run(new_flags(arguments.command, arguments.args))
-    except SettingsError as error:
+    except (SettingsError, CheckpointError) as error:
         print(f"mics {arguments.command}: error: {error}", file=sys.stderr)
         return 2
 

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,15 +14,17 @@ import torch.nn as nn
 
 from mics.activations.policy import Activations
 from mics.comm import World
+from mics.comm.moves import moves_work
 from mics.cost.clusters import Cluster, assumed_cluster, find_cluster
 from mics.cost.memory import DRIVER_NBYTES
 from mics.engine import is_sharded
 from mics.errors import MicsError, SettingsError
 from mics.layout.assign import Site, assign_sites, modules_around, unit_modules
-from mics.layout.compression import Compression
+from mics.layout.compression import UNCOMPRESSED, Compression
 from mics.layout.order import Prefetch
 from mics.layout.precision import Precision
 from mics.layout.topology import check_partition_groups, check_partition_size
+from mics.sharding.float8 import is_float8_weight
 from mics.sharding.held import ParameterTable
 from mics.sharding.model_checks import check_model
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 OptimizerSharding = Literal["auto", "world", "partition"]
 OptimizerState = Literal["device", "host"]
-_UNCOMPRESSED = Compression(refresh=None)
 _AUDIT_INTERVAL = 100  # optimizer steps: the digests take well under a step, so well under 1%
 
 
@@ -64,7 +64,7 @@ class Settings:
     """Hold as little memory as possible, at a small cost in time."""
     audit_interval: int
     """Optimizer steps from one replica audit to the next; 0: none."""
-    compression: Compression = _UNCOMPRESSED
+    compression: Compression = UNCOMPRESSED
     sites: list[Site]
 
     @property
@@ -108,6 +108,7 @@ def check_settings(
     if not (low_memory == "auto" or isinstance(low_memory, bool)):
         raise SettingsError(f'low_memory: expected "auto", True or False, found {low_memory!r}')
     device = device_of(model, world)
+    _check_state(optimizer_state, model)
     chosen = _chosen(units)
     recomputed = dict.fromkeys(unit_modules(model, chosen), False)
     if activations is not None:  # here, where nothing has been touched yet: a callable may raise
@@ -129,20 +130,22 @@ def check_settings(
         if isinstance(low_memory, bool)
         else activations is not None and activations.offload,
         audit_interval=_audit_interval(audit_interval),
-        compression=_compression(compression, device),
+        compression=_compression(compression, precision),
         sites=assign_sites(model, chosen),
     )
 
 
-def _compression(compression: Any, device: torch.device) -> Compression:
+def _compression(compression: Any, precision: Precision) -> Compression:
     if compression is None:
-        return _UNCOMPRESSED
+        return UNCOMPRESSED
     if not isinstance(compression, Compression):
         raise SettingsError(f"compression: expected a mics.Compression or None, found {compression!r}")
-    if compression.refresh is not None and device.type == "cuda" and find_spec("triton") is None:
+    narrow = precision.replica_reduce_dtype
+    if compression.hop2 is not None and narrow is not None and narrow.itemsize == 2:
         raise SettingsError(
-            "Compression.refresh: expected the package triton, which has its kernels on a GPU, found none; "
-            "install it, or pass refresh=None"
+            "expected one format of gradients between replicas, found two: "
+            f'Precision(replica_reduce_dtype={narrow}) and Compression(hop2="{compression.hop2}"); '
+            "leave one out"
         )
     return compression
 
@@ -276,6 +279,16 @@ def device_of(model: nn.Module, world: World) -> torch.device:
     return device
 
 
+def _check_state(optimizer_state: OptimizerState, model: nn.Module) -> None:
+    found = next((name for name, param in model.named_parameters() if is_float8_weight(param)), None)
+    if found is not None and optimizer_state == "host":
+        raise SettingsError(
+            'optimizer_state="host": expected weights that are gathered in their own dtype, found '
+            f"{found!r}, which is to be gathered in float8; keep the state on the device, or convert the "
+            "model with Float8LinearConfig(enable_fsdp_float8_all_gather=False)"
+        )
+
+
 def describe(
     world: World, model: nn.Module, settings: Settings | None, error: Exception | None
 ) -> dict[str, Any]:
@@ -285,7 +298,7 @@ def describe(
         return account | {"error": f"{type(error).__name__}: {error}"}
     described = [
         f"{site.name}: {ref.name} {tuple(ref.param.shape)} {ref.param.dtype} "
-        f"trainable={ref.param.requires_grad}"
+        f"trainable={ref.param.requires_grad} float8={is_float8_weight(ref.param)}"
         for site in settings.sites
         for ref in site.params
     ]
@@ -304,6 +317,7 @@ def describe(
         "cluster (MICS_CLUSTER)": str(settings.cluster),
         "gpu": _gpu(settings.device),
         "memory": _memory_nbytes(world, settings),
+        "moves": _makes_moves(settings),
         "device type": settings.device.type,
         "torch version": torch.__version__.split("+")[0],
         "number of parameters and buffers": len(described),
@@ -324,6 +338,20 @@ def _account_of(settings: Settings) -> str:
         f"offload_bytes={policy.offload_bytes}, offload_uncheckpointed={policy.offload_uncheckpointed}, "
         f"keep_last={policy.keep_last}"
     )
+
+
+def _makes_moves(settings: Settings) -> bool:
+    """Whether this rank can send new parameters as moves, if it is to."""
+    is_alone = len(settings.partition_groups) == 1 and settings.cluster.num_nodes == 1
+    return settings.compression.refresh is not None and not is_alone and moves_work(settings.device)
+
+
+def agreed(settings: Settings, accounts: Sequence[dict[str, Any]]) -> Settings:
+    """With what all ranks have and can: the least memory of any, and moves where every rank can make them."""
+    least = min(account["memory"] for account in accounts) / settings.ranks_on_gpu
+    can_move = all(account["moves"] for account in accounts)
+    compression = settings.compression if can_move else settings.compression.without_moves()
+    return replace(settings, least_memory_nbytes=least, compression=compression)
 
 
 def _gpu(device: torch.device) -> str | None:
@@ -352,7 +380,7 @@ def compare(accounts: Sequence[dict[str, Any]]) -> None:
             f"mics.shard failed on rank {failed[0]['rank']}, so it cannot go on here: {failed[0]['error']}"
         )
     for key in accounts[0]:
-        if key in ("rank", "gpu", "memory"):
+        if key in ("rank", "gpu", "memory", "moves"):
             continue
         first = accounts[0][key]
         other = next((account for account in accounts if account[key] != first), None)

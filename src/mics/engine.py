@@ -99,7 +99,8 @@ class Members:
 
     def _refuse_strangers(self, tables: Mapping[str, ParameterTable]) -> None:
         units = {*self._autograd.units, *(unit for part in self.parts for unit in part.units)}
-        ours = {id(param) for unit in units for param in (*unit.shards, *unit.whole.params)}
+        held = (param for unit in units for param in (*unit.shards, *unit.whole.params, *unit.held.copies))
+        ours = {id(param) for param in held}
         strange, lost = [], []
         for module, table in tables.items():
             prefix = f"{module}." if module else ""

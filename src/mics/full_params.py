@@ -174,7 +174,7 @@ class _Source:
         wanted = unit.master.dtype if dtype is None else dtype
         # Each replica has a copy of all masters in the format of the parameters. It serves where nothing is
         # lost on the way from masters to ``wanted``, and stays inside the partition group.
-        if unit.param_shard.dtype in (wanted, unit.master.dtype):
+        if spec.float8 is None and unit.param_shard.dtype in (wanted, unit.master.dtype):
             span = share.chunk_span(spec.layout)
             return cls(values=unit.param_shard, span=span, is_copy=True, over_replicas=False)
         return cls(values=unit.master, span=share.master_span(spec), is_copy=False, over_replicas=True)

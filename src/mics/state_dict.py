@@ -74,7 +74,7 @@ def _state_of(model: nn.Module, whole: Callable[[Unit], list[Tensor]]) -> dict[s
 
 
 def _without_memory(unit: Unit) -> list[Tensor]:
-    dtype = unit.spec.param_dtype
+    dtype = unit.spec.seen_dtype
     return [torch.empty(slot.shape, dtype=dtype, device="meta") for slot in unit.spec.layout.slots]
 
 

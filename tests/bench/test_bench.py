@@ -238,6 +238,12 @@ def test_emulate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ("bench", "--model gpt-tiny --partition-size many", "expected a number, node or world"),
         ("bench", "--on ranks --ranks 0", "--ranks: expected at least 1"),
         ("bench", "--global-batch 8 --global-batch-tokens 1M", "expected one of them, found both"),
+        (
+            "bench",
+            f"--model gpt-tiny --global-batch {10**18}",
+            "--global-batch: expected at most 156,250,000",
+        ),
+        ("bench", f"--model gpt-tiny --accumulation {10**18}", "--micro-batch, --accumulation: expected at"),
         ("bench", "--global-batch 8 --accumulation 2", "--accumulation, --global-batch: expected one"),
         ("bench", "--model gpt-tiny --global-batch 9", "multiple of 8 sequences (micro-batch 1 on 8 ranks)"),
         (
@@ -247,6 +253,7 @@ def test_emulate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ),
         ("emulate", "--steps 0", "--steps: expected at least 1"),
         ("emulate", "--warmup -1", "--warmup: expected at least 0"),
+        ("bench", "--timeout nan", "--timeout: expected from 1 to 1,000,000 seconds, found nan"),
         ("emulate", "--system zero9", "--system: expected some of mics"),
         ("emulate", "--model gpt-tiny --partition-size 5", "partition_size: expected a divisor"),
     ],
@@ -391,6 +398,25 @@ def test_a_step_that_waits_for_the_host_says_so() -> None:
     )
     assert not here.host_bound and there.host_bound
     assert any("mics waits for the host of this machine" in line for line in verdict([there]))
+
+
+@pytest.mark.parametrize("problem", ["host", "memory"])
+def test_what_could_not_be_there_is_not_ranked(problem: str) -> None:
+    """A step that waits for this host, or needs more memory than the GPU named has, is no multiple."""
+    cluster = find_cluster("p4d.24xlarge:1")
+    runs = interleave(
+        ["hsdp", "mics", "fsdp2"], [(replace(JOB, device="cuda"), cluster)], repeats=1, record=False
+    )
+    outcomes = [
+        replace(_outcome(number), step_seconds=[seconds, seconds], peak_allocated_nbytes=1 << 30)
+        for number, seconds in enumerate((1.0, 2.0, 3.0))
+    ]
+    bad = {"host": {"host_seconds": 0.95}, "memory": {"peak_allocated_nbytes": 43 << 30}}[problem]
+    rows = summarise(runs, [replace(outcomes[0], **bad), *outcomes[1:]], peak_tflops=None)
+    ranking, why = verdict(rows)[:2]
+    assert "mics has the shortest step; fsdp2 1.50 x its time." in ranking
+    assert ("hsdp waits for the host" if problem == "host" else "hsdp would not run: needs 43.0 GiB") in why
+    assert not any("shortest" in line or " x " in line for line in verdict(rows[:2]))
 
 
 @pytest.mark.full

@@ -27,6 +27,7 @@ from mics.bench.table import cells
 from mics.bench.timeline import Exposure, Segment, Timeline
 from mics.cost.clusters import Cluster, Link, find_cluster
 from mics.errors import SettingsError
+from mics.layout.compression import LOSSLESS
 from mics.models import GPTConfig
 
 JOB = Job(
@@ -137,6 +138,9 @@ def test_tables_say_whose_clock_it_is() -> None:
     assert "compute of an A100 by the clock of this CPU" in emulated_title([SLOW], "cpu", [clock])
     assert "an A100 by the clock of this CPU" in computed_by(_run(clock))
     assert caveats([SLOW], "cpu", [clock, clock]) == clock.lines()
+    assert "links are 2.5 times faster" in clock.lines()[0]
+    said = " ".join(_clock(0.5).lines())  # a CPU is slower than any of them
+    assert "links are 2 times slower" in said and "delays count 2 times shorter" in said
     (row,) = summarise([_run(clock)], [Outcome(number=0, step_seconds=[1.0])], peak_tflops=989.0)
     assert row.peak_tflops == 312
 
@@ -155,6 +159,9 @@ def test_a_v100_trains_in_float16() -> None:
     assert Training(as_gpu="v100")._param_dtype("cpu") == "float32"
     with pytest.raises(SettingsError, match="--param-dtype: expected float16 or float32"):
         Training(as_gpu="v100", param_dtype="bfloat16")._param_dtype("cuda")
+    with pytest.raises(SettingsError, match="--reduce-dtype: expected float16 or float32, which v100 has"):
+        Training(model="gpt-tiny", as_gpu="v100", reduce_dtype="bfloat16", device="cpu").job(8, 8)
+    assert Training(as_gpu="v100", reduce_dtype="float16")._param_dtype("cuda") == "float16"
     with pytest.raises(SettingsError, match="--as-gpu: expected --on emulated"):
         BenchConfig(on="ranks", training=Training(as_gpu="a100")).check()
 
@@ -228,6 +235,7 @@ def test_the_whole_model_is_on_the_line_through_two_depths() -> None:
     said = verdict(rows)
     assert sum("has the shortest step" in line for line in said) == 3
     assert any("12, scaled from 4 and 8 of 12 blocks" in line for line in said)
+    assert sum("TFLOP/s count" in line for line in said) == 1
 
 
 def test_missing_blocks_hold_states_and_activations() -> None:
@@ -263,11 +271,11 @@ def test_some_blocks_are_gathered_as_all_would_be() -> None:
     with mics.emulate(cluster):
         model = replace(JOB.model, hidden_size=64, seq_len=64)
         shallow, deep = two_depths(replace(JOB, model=model), 8)
-        first, second = prefetch_of_whole(shallow), prefetch_of_whole(deep)
+        first, second = (prefetch_of_whole(job, LOSSLESS) for job in (shallow, deep))
     assert isinstance(first, mics.Prefetch) and isinstance(second, mics.Prefetch)
     assert first.units == second.units
     assert first.stay_nbytes <= second.stay_nbytes
-    assert prefetch_of_whole(deep) == "auto"
+    assert prefetch_of_whole(deep, LOSSLESS) == "auto"
 
 
 def test_a_few_blocks_run(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from mics.bench.job import Job
 from mics.bench.systems import SYSTEMS, Batch, SystemUnavailable, find_deepspeed
 from mics.bench.systems.start import build_model, materialise, meta_model
 from mics.bench.systems.with_zero2 import build_zero2
+from mics.bench.systems.with_zeropp import build_zeropp
 from mics.models import GPTConfig
 from tests.ranks import RankPool, run_ranks
 
@@ -197,6 +198,76 @@ def test_zero2_equals_training_in_one_process(
         assert counts == expected
 
 
+def _train_zeropp(job: Job) -> tuple[list[float], dict[tuple[str, int, str], int]]:
+    """Losses, and the collectives of a step by kind, size of the group and format."""
+    trainer = build_zeropp(job)
+    counts: Counter[tuple[str, int, str]] = Counter()
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_into_tensor", "all_gather_single", "all_to_all_single"):
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
+
+            def counted(out: Any, own: Any, *args: Any, original: Any = original, **options: Any) -> Any:
+                kind = "gather" if "gather" in original.__name__ else "exchange"
+                counts[kind, options["group"].size(), str(own.dtype)] += 1
+                return original(out, own, *args, **options)
+
+            patch.setattr(dist, name, counted)
+        for step in range(NUM_STEPS):
+            counts.clear()
+            losses.append(trainer.step(_batches(job, step, dist.get_rank())))
+    trainer.close()
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist(), dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks_per_node", "expected"),
+    [
+        # Forward: embedding, two blocks, head over the world. Backward: blocks inside the node. Four
+        # reductions in two stages. All in each of two micro-steps; both stages have groups of two.
+        pytest.param(
+            JOB,
+            2,
+            {
+                ("gather", 4, "torch.uint8"): 8,
+                ("gather", 2, "torch.uint8"): 4,
+                ("exchange", 2, "torch.uint8"): 16,
+            },
+            id="two nodes",
+        ),
+        # No copy of the node's own, and one stage.
+        pytest.param(
+            LOWERED,
+            4,
+            {("gather", 4, "torch.uint8"): 12, ("exchange", 4, "torch.uint8"): 8},
+            id="one node",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_zeropp_is_near_training_in_one_process(
+    job: Job, ranks_per_node: int, expected: dict[tuple[str, int, str], int]
+) -> None:
+    """Losses differ by its rounding alone, and its collectives are those of ZeRO++, all in fewer bits."""
+    losses, counts = run_ranks(NUM_RANKS, _train_zeropp, job, ranks_per_node=ranks_per_node)[0]
+    exact = _train_alone(job)
+    assert losses == pytest.approx(exact, abs=0.01)
+    assert losses != pytest.approx(exact, abs=1e-5)
+    assert counts == expected
+
+
+def test_deepspeed_zeropp_needs_cuda() -> None:
+    """Its quantiser is compiled for CUDA; the error names the system that runs anywhere."""
+    with pytest.raises(
+        SystemUnavailable, match=r"expected device 'cuda', found 'cpu'.* zeropp is its schedule"
+    ):
+        SYSTEMS["deepspeed-zeropp"].build(JOB)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_values_do_not_depend_on_the_order_of_building(tied: bool) -> None:
     """A model materialised piece by piece, in any order, has the values of the whole one."""
@@ -227,10 +298,10 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
     monkeypatch.setattr(find_deepspeed, "_versions", dict)
     peers = [system for system in SYSTEMS.values() if system.needs]
-    assert len(peers) == 5
+    assert len(peers) == 6
     for system in peers:
         with pytest.raises(SystemUnavailable, match="pip install ") as caught:
-            system.build(JOB)
+            system.build(replace(JOB, device="cuda"))
         assert system.needs[0] in str(caught.value)
 
 

@@ -403,6 +403,6 @@ def test_a_run_with_its_checkpoints_on_a_store(alone: None, memory: str) -> None
     with pytest.raises(SettingsError, match="expected no checkpoints of another run, found step-2"):
         find_candidates(config("auto"), restarted=False, environ={"TORCHELASTIC_RUN_ID": "b"})
     assert find_candidates(config("latest"), restarted=False, environ={}) == (both, True)
-    _forget_later(root, root / "step-1")
+    _forget_later(config("latest"), root / "step-1", print)
     assert _names(memory) == ["job", "latest", "step-1"]
     assert latest_in(root) == root / "step-1"

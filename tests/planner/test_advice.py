@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,15 +19,18 @@ import torch.distributed as dist
 
 import mics
 from mics.cli import main
+from mics.comm.quantized import Quantized
 from mics.cost.clusters import PRESETS, Cluster
 from mics.cost.memory import Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import named_shape, shape_of_config
 from mics.engine import engine_of
+from mics.layout.compression import LOSSLESS, UNCOMPRESSED
 from mics.models import GPT, GPTConfig
 from mics.planner.advice import advice, launch
 from mics.planner.search import Choice, Request, search
 from mics.planner.systems import predict_quickly
+from mics.sharding.spec import UnitSpec
 from tests import pairwise
 from tests.ranks import run_ranks
 
@@ -34,6 +40,7 @@ _POLICIES: Final = {
     "checkpoint": Keeping(checkpoint=True),
     "offload": Keeping(checkpoint=True, offload=True),
 }
+_INT8: Final = mics.Compression(hop2="int8", inter_gather="int8", inter_reduce="int8")
 _NUM_STEPS: Final = 3
 
 
@@ -69,8 +76,16 @@ def _run(code: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         "offloads": activations is not None and activations.offloader is not None,
         "wire": engine.units[0].spec.reduce_dtype.itemsize,
         "format": str(engine.units[0].spec.param_dtype),
+        "rounds": _rounds(engine.units[0].spec),
     }
     return mics.full_state_dict(model, rank0_only=False), built
+
+
+def _rounds(spec: UnitSpec) -> tuple[bool, bool]:
+    """Between replicas, and between nodes of the partition group, where both do."""
+    between_nodes = {isinstance(codec, Quantized) for codec in (spec.gather, spec.hop_1)}
+    assert len(between_nodes) == 1
+    return isinstance(spec.hop_2, Quantized), between_nodes.pop()
 
 
 def _train_alone(num_ranks: int) -> dict[str, torch.Tensor]:
@@ -98,9 +113,16 @@ def _train_alone(num_ranks: int) -> dict[str, torch.Tensor]:
     wire=[4, 2],
     over_replicas=[True, False],
     prefetch=[None, 1],
+    compression=[LOSSLESS, _INT8, UNCOMPRESSED],
 )
 def test_advice_runs_and_trains_as_plain_torch(
-    activations: str, parts: int, partition_size: int, wire: int, over_replicas: bool, prefetch: int | None
+    activations: str,
+    parts: int,
+    partition_size: int,
+    wire: int,
+    over_replicas: bool,
+    prefetch: int | None,
+    compression: mics.Compression,
 ) -> None:
     """On two nodes of two ranks. Nothing is filled in: the model is that of mics.models."""
     cluster = replace(PRESETS["p4d.24xlarge"], num_nodes=2, ranks_per_node=2)
@@ -112,6 +134,7 @@ def test_advice_runs_and_trains_as_plain_torch(
         wire_nbytes=wire,
         over_replicas=over_replicas,
         prefetch=prefetch,
+        compression=compression,
     )
     code = advice(_choice(setting))
     found = run_ranks(4, _run, code, ranks_per_node=2)
@@ -125,9 +148,14 @@ def test_advice_runs_and_trains_as_plain_torch(
             "offloads": activations == "offload",
             "wire": wire,
             "format": "torch.float32",  # on a CPU; on GPUs bfloat16
+            "rounds": (
+                compression.is_lossy and partition_size < 4,
+                compression.is_lossy and partition_size == 4,
+            ),
         }
+        near = 7e-3 if compression.is_lossy else 1e-5 if wire == 4 else 5e-3
         for name, value in parameters.items():
-            assert (value - expected[name]).abs().max() < (1e-5 if wire == 4 else 5e-3), name
+            assert (value - expected[name]).abs().max() < near, name
 
 
 @pytest.mark.parametrize("wire", [2, 4])
@@ -141,10 +169,58 @@ def test_a_gpu_without_bfloat16_gets_float16_and_a_scaler(wire: int) -> None:
         wire_nbytes=wire,
     )
     code = advice(_choice(setting))
-    assert "bfloat16" not in code and "scaler.step(optimizer)" in code
+    assert "torch.bfloat16" not in code and "scaler.step(optimizer)" in code
+    assert "# A V100 has no bfloat16: train in float16, with a GradScaler." in code
     for parameters, built in run_ranks(2, _run, code):
         assert built["format"] == "torch.float16" and built["wire"] == wire
         assert all(value.isfinite().all() for value in parameters.values())
+
+
+_TRAIN: Final = f"""
+import torch
+import torch.distributed as dist
+
+from mics.models import GPT, GPTConfig
+from tests.planner.test_advice import _batches
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, steps = GPT({_SHAPE!r}), _batches(dist.get_rank())
+"""
+_TOLD: Final = """
+norm = sum(float(p.norm()) ** 2 for p in mics.full_state_dict(model, rank0_only=False).values()) ** 0.5
+print(f"rank {dist.get_rank()}: {norm:.4f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_the_printed_line_starts_the_printed_code(tmp_path: Path) -> None:
+    """Both as they stand: the line in a shell, the code as train.py after a model and data."""
+    setting = _setting(
+        replace(PRESETS["p4d.24xlarge"], num_nodes=1, ranks_per_node=2),
+        model=shape_of_config("gpt", _SHAPE),
+        partition_size=2,
+        activations=Keeping(checkpoint=True),
+    )
+    code = advice(_choice(setting))
+    (tmp_path / "train.py").write_text(_TRAIN + code + _TOLD)
+    line = code.splitlines()[0].removeprefix("# ")
+    assert line == "MICS_CLUSTER=p4d.24xlarge torchrun --standalone --nproc-per-node 2 train.py"
+    root = Path(__file__).resolve().parents[2]
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    found = subprocess.run(
+        ["sh", "-c", line],
+        cwd=tmp_path,
+        env={**os.environ, **path, "PYTHONPATH": f"{root / 'src'}:{root}", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    norm = sum(float(value.norm()) ** 2 for value in _train_alone(2).values()) ** 0.5
+    assert sorted(found.stdout.splitlines()) == [f"rank {rank}: {norm:.4f}" for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(

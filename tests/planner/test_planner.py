@@ -28,18 +28,20 @@ from mics.cost.modules import find_model, shape_of_module
 from mics.cost.setting import Setting, fitting_partition, partition_sizes
 from mics.cost.shapes import named_shape, shape_of_config
 from mics.cost.step_bytes import step_bytes
+from mics.layout.compression import LOSSLESS, UNCOMPRESSED
 from mics.models.gpt import GPT, GPTConfig
 from mics.planner import __file__ as planner_file
 from mics.planner.goodput import Faults, goodput
 from mics.planner.hardware import planned_cluster
 from mics.planner.search import (
+    Choice,
     Request,
     limit_of,
     search,
     smallest_cluster,
 )
 from mics.planner.systems import SYSTEMS, Prediction, predict, predict_quickly
-from mics.planner.text import advice
+from mics.planner.text import advice, waiting
 from mics.utils.picture_style import LIGHT
 from tests import tiers
 from tests.pictures import readable
@@ -66,19 +68,7 @@ def test_it_imports_neither_the_engine_nor_process_groups() -> None:
 
 @pytest.mark.parametrize("row", planner_accuracy.MEASURED, ids=str)
 def test_measured_steps_are_predicted_within_5_percent(row: planner_accuracy.Measured) -> None:
-    from mics.bench.models import BENCH_MODELS
-    from mics.cost.clusters import find_cluster
-
-    setting = Setting(
-        model=shape_of_config("gpt-3.6b", BENCH_MODELS["gpt-3.6b"].config),
-        cluster=find_cluster(f"{planner_accuracy.ORDINARY}:{row.nodes}"),
-        partition_size=row.partition_size,
-        micro_batch=4,
-        accumulation=row.accumulation,
-        activations=planner_accuracy.CHECKPOINTED,
-        wire_nbytes=row.wire_nbytes,
-    )
-    assert predict(setting, row.system).step_seconds * 1e3 == pytest.approx(row.step_ms, rel=0.05)
+    assert predict(row.setting, row.system).step_seconds * 1e3 == pytest.approx(row.step_ms, rel=0.05)
 
 
 # For `make test` each kind of row once.
@@ -251,8 +241,9 @@ def test_lossless_refresh() -> None:
         micro_batch=4,
         accumulation=2,
         activations=Keeping(checkpoint=True),
+        compression=UNCOMPRESSED,
     )
-    moved = replace(plain, lossless_refresh=True)
+    moved = replace(plain, compression=LOSSLESS)
     by_values, by_moves = (step_bytes(setting, param_nbytes=2) for setting in (plain, moved))
     assert by_moves.refresh == pytest.approx(0.33 * by_values.refresh)
     assert by_moves.total - by_moves.refresh == by_values.total - by_values.refresh
@@ -261,6 +252,11 @@ def test_lossless_refresh() -> None:
     assert predict(moved, "hsdp").step_seconds == predict(plain, "hsdp").step_seconds
     on_host = replace(moved, state_on_host=True)
     assert step_bytes(on_host, param_nbytes=2).refresh == by_values.refresh
+    # Without replicas, units that stay are moved over the step.
+    alone, without = (replace(setting, partition_size=512) for setting in (moved, plain))
+    assert alone.moves_old and alone.stay_nbytes == without.stay_nbytes > 0
+    assert predict(alone).step_seconds < 0.95 * predict(without).step_seconds
+    assert predict(alone, "fsdp2").step_seconds == predict(without, "fsdp2").step_seconds
 
 
 def test_narrow_gradients_ask_for_whole_masters_where_there_is_room() -> None:
@@ -274,6 +270,7 @@ def test_narrow_gradients_ask_for_whole_masters_where_there_is_room() -> None:
             global_batch=512,
             wire_nbytes=wire,
             memory_nbytes=memory,
+            compression=UNCOMPRESSED,
         )
         at_4 = next(each for each in search(request).choices if each.setting.partition_size == 4)
         found[wire, memory] = at_4.setting.over_replicas, 'optimizer_sharding="partition"' in advice(at_4)
@@ -408,6 +405,12 @@ def test_a_slow_way_to_the_host_is_what_limits_a_step() -> None:
     """The computation waits for memory that has not left, and for inputs that are not back."""
     found, quick = _offloaded(1e9), _offloaded(55e9)
     assert limit_of(found) == "host bandwidth" and limit_of(quick) == "compute"
+    slow, fast = (
+        waiting(Choice(prediction=each, memory=each.setting.memory(), limited_by=limit_of(each)))
+        for each in (found, quick)
+    )
+    assert re.fullmatch(r"limited by host bandwidth: \d\d\.\d% waits for copies (to|from) the host", slow)
+    assert re.fullmatch(r"\d\.\d% waits for links inside the node", fast)
     copies = found.link_seconds["to host"] + found.link_seconds["from host"]
     assert copies < found.step_seconds < copies + quick.step_seconds
 
@@ -446,7 +449,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert words in shown
     smaller = ["plan", "--model", "gpt-1.3b", "--cluster", "p4d.24xlarge:1", "--global-batch", "64"]
     assert main([*smaller, "--tokens", "1e9", "--price", "32", "--node-mtbf-hours", "0.01"]) == 0
-    assert "never, failures come faster" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "never, failures come faster" in shown and "Failures: one every 36.0 s;" in shown
     with readable() as words:
         assert main([*request, "--json", "--html", str(page)]) == 0
     assert any(word.startswith("usable ") for word in words) and "forward" in words and "backward" in words
@@ -496,7 +500,7 @@ def test_the_page_says_once_what_all_choices_share(tmp_path: Path) -> None:
             "expected one of them, found both .32 sequences and 1 M tokens.; leave",
         ),
         (["--nodes", "0"], "--nodes: expected a number from 1 to 131,072, found 0"),
-        (["--nodes", "3"], "32 sequences cannot be divided over 24 GPUs"),
+        (["--cluster", "p4d.24xlarge", "--nodes", "3"], "32 sequences cannot be divided over 24 GPUs"),
         (["--global-batch", "-1"], "--global-batch: expected a number above 0"),
         (["--seq", "0"], "--seq: expected a number from 1 "),
         (["--global-batch", str(10**18)], "--global-batch: expected at most 4,882,812 sequences of 2,048"),
@@ -525,7 +529,14 @@ def test_the_page_says_once_what_all_choices_share(tmp_path: Path) -> None:
         ),
         (["--model", f"{__name__}:needs_arguments"], "function without arguments"),
         (["--model", ":x"], "expected module:function"),
-        (["--seq", "100000000"], "are logits or workspace: shorten --seq"),
+        (["--seq", "100000000"], "are logits or workspace however many there are: shorten --seq"),
+        (["--memory-gib", "0.5"], "are (gathered units|reduce buffers) however many .*: make units finer"),
+        (
+            ["--cluster", "p3dn.24xlarge:2", "--reduce-dtype", "bf16"],
+            "--reduce-dtype: expected fp32 or fp16 on p3dn.24xlarge, whose V100 has no bfloat16, found bf16",
+        ),
+        (["--reduce-dtype", "fp16"], "--reduce-dtype: expected fp32 or bf16 on p4d.24xlarge"),
+        (["--nodes", "4"], "--cluster, --nodes: expected one number of nodes, found p4d.24xlarge:2 and 4"),
     ],
 )
 def test_bad_input_names_the_field(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
 from mics.cli import main
+from mics.data.index import INDEX_FILE
+from mics.planner.command import PlanOutput
 from mics.train.config import TrainConfig
 from mics.train.settings_file import load_settings
 
@@ -39,11 +42,12 @@ def test_a_plan_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_a_gpu_lacks_is_not_written(tmp_path: Path) -> None:
     """V100s have no bf16; finer units and fewer ahead are written where the plan needs them."""
-    batch = ["--global-batch", "256", "--reduce-dtype", "bf16"]
+    batch = ["--global-batch", "256", "--reduce-dtype", "fp16"]
     config = _written(tmp_path, "--model", "gpt-1.3b", "--cluster", "p3dn.24xlarge:2", *batch)
     dtypes = config.sharding.param_dtype, config.sharding.reduce_dtype, config.sharding.replica_reduce_dtype
     assert dtypes == ("fp16", "fp16", "fp16")
     assert config.steps == 1000 and config.checkpoint.interval == 100
+    assert f"steps: {config.steps} unless --tokens" in inspect.getsource(PlanOutput), "as --help says"
 
 
 def test_a_config_of_transformers_keeps_its_path(tmp_path: Path) -> None:
@@ -55,6 +59,27 @@ def test_a_config_of_transformers_keeps_its_path(tmp_path: Path) -> None:
     file = str(folder / "config.json")
     config = _written(tmp_path, "--model", file, "--cluster", "p4d.24xlarge:1", "--global-batch", "64")
     assert (config.model.name, config.name, config.model.seq_len) == (file, "tiny", 128)
+
+
+def test_data_that_a_run_would_refuse_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan may be made where the data is not: the file is written all the same."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / INDEX_FILE).write_text(json.dumps({"vocab_size": 50_000}))
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / INDEX_FILE).write_text(json.dumps({"vocab_size": 256}))
+    folders = [str(tmp_path / name) for name in ("small", "large", "missing")]
+    run = ["--model", "nano", "--cluster", "p4d.24xlarge:1", "--global-batch", "64"]
+    assert main(["plan", "--write", str(tmp_path / "run.yaml"), *run, "--data", *folders]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "--data" in line]
+    assert [line.split(";")[0] for line in warnings] == [
+        f"mics plan: warning: --data {tmp_path}/large: expected a vocabulary of at most the 256 tokens of "
+        "nano, found 50,000",
+        f"mics plan: warning: --data {tmp_path}/missing: expected a folder that mics data prepare has made, "
+        f"found no {INDEX_FILE} there",
+    ]
+    assert (tmp_path / "run.yaml").is_file()
 
 
 def test_what_a_run_would_refuse_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

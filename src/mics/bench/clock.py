@@ -72,11 +72,13 @@ class GpuClock:
             f"({term.factor:.3g} x)"
             for term in self.terms
         )
+        by, factor = max(self.factor, 1 / self.factor), f"{self.factor:.3g}"
+        links, delays = ("faster", "longer") if self.factor >= 1 else ("slower", "shorter")
         return [
-            f"Times are those of {gpu}: one second of this device is {self.factor:.3g} of its seconds, and "
-            f"links are as many times faster on the clock of this machine. A micro-step's work: {parts}.",
-            "Not dilated: the host, whose delays count as many times longer, and copies between device and "
-            f"host, which get 1/{self.factor:.3g} of this machine's bandwidth ({gpu} has about "
+            f"Times are those of {gpu}: one second of this device is {factor} of its seconds, and links are "
+            f"{by:.3g} times {links} on the clock of this machine. A micro-step's work: {parts}.",
+            f"Not dilated: the host, whose delays count {by:.3g} times {delays}, and copies between device "
+            f"and host, whose bandwidth counts as 1/{factor} of this machine's ({gpu} has about "
             f"{GPUS[self.gpu].host_gbs:.0f} GB/s each way).",
         ]
 

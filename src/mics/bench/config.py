@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import torch
 import tyro
@@ -20,6 +20,7 @@ from mics.errors import SettingsError
 from mics.utils.global_batch import AskedBatch
 from mics.utils.numbers import TokenCount
 
+_MAX_TIMEOUT: Final = 10**6  # seconds, eleven days: beyond, a number is likely a slip
 _MODELS = ", ".join(f"{name} ({model.about})" for name, model in BENCH_MODELS.items())
 
 
@@ -75,20 +76,22 @@ class Training:
                 "--accumulation, --global-batch: expected one of them, found both; leave --accumulation out, "
                 "it follows from the global batch"
             )
+        asked.check_size(seq_len)
         multiple = micro_batch * world_size
         because = f"micro-batch {micro_batch} on {world_size:,} ranks"
         return asked.fit(seq_len=seq_len, multiple=multiple, because=because).num_sequences // multiple
 
     def _param_dtype(self, device: str) -> DType:
-        """Given, or the usual one of the GPU whose time is shown: a V100 has no bfloat16."""
+        """Given, or the usual one of the GPU whose time is shown: a V100 has no bfloat16 at all."""
         formats = formats_of(self.as_gpu or "")
+        for flag, dtype in (("--param-dtype", self.param_dtype), ("--reduce-dtype", self.reduce_dtype)):
+            if dtype not in (None, "float32", *formats):
+                raise SettingsError(
+                    f"{flag}: expected {' or '.join(formats)} or float32, which {self.as_gpu} has, "
+                    f"found {dtype}; leave it out"
+                )
         if self.param_dtype is None:
             return "float32" if device == "cpu" else "bfloat16" if "bfloat16" in formats else "float16"
-        if self.param_dtype not in ("float32", *formats):
-            raise SettingsError(
-                f"--param-dtype: expected {' or '.join(formats)} or float32, which {self.as_gpu} has, "
-                f"found {self.param_dtype}; leave it out"
-            )
         return self.param_dtype
 
     def jobs(self, partition_size: int, world_size: int) -> tuple[Job, ...]:
@@ -107,12 +110,13 @@ class Training:
         dtype = self._param_dtype(device)
         seq_len = found.config.seq_len if self.seq_len is None else self.seq_len
         micro_batch = found.micro_batch if self.micro_batch is None else self.micro_batch
+        accumulation = self.num_accumulation_steps(micro_batch, seq_len, world_size)
         try:
-            return Job(
+            job = Job(
                 model=replace(found.config, seq_len=seq_len, loss_in_pieces=self.loss_in_pieces),
                 partition_size=partition_size,
                 micro_batch=micro_batch,
-                accumulation=self.num_accumulation_steps(micro_batch, seq_len, world_size),
+                accumulation=accumulation,
                 checkpoint=found.checkpoint if self.checkpoint is None else self.checkpoint,
                 param_dtype=dtype,
                 reduce_dtype=self.reduce_dtype,
@@ -122,6 +126,9 @@ class Training:
             )
         except ValueError as error:
             raise SettingsError(str(error)) from None
+        whole = micro_batch * accumulation * world_size
+        AskedBatch(sequences=whole, setting="--micro-batch, --accumulation").check_size(seq_len)
+        return job
 
 
 _CLUSTERS = f"NAME:NODES or FILE.yaml:NODES, several for several rows; names: {', '.join(PRESETS)}"
@@ -170,6 +177,10 @@ class BenchConfig:
                 f"--as-gpu: expected --on emulated, found {self.on}: real links have one speed"
             )
         _check_counts(self, warmup=0, steps=1, repeats=1, hosts=1)
+        if not 1 <= self.timeout <= _MAX_TIMEOUT:
+            raise SettingsError(
+                f"--timeout: expected from 1 to {_MAX_TIMEOUT:,} seconds, found {self.timeout:g}"
+            )
         if self.ranks is not None:
             _check_counts(self, ranks=1)
 

@@ -15,11 +15,13 @@ from typing import Final
 
 from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run
+from mics.bench.systems.with_mics import INT4, INT8
 from mics.bench.timeline import Exposure
 from mics.cost.memory import Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import shape_of_config
 from mics.errors import SettingsError
+from mics.layout.compression import LOSSLESS, UNCOMPRESSED
 from mics.planner.systems import SYSTEMS as SIMULATED
 
 _FLAT: Final = "--layers: expected {} blocks to take longer than {}, found no difference; raise it or --steps"
@@ -27,7 +29,9 @@ _FLAT: Final = "--layers: expected {} blocks to take longer than {}, found no di
 _DIVIDED_AS: Final = {
     "mics-partition": "mics",
     "mics-host": "mics",
-    "mics-lossless": "mics",
+    "mics-uncompressed": "mics",
+    "mics-int8": "mics",
+    "mics-int4": "mics",
     "hsdp-kept": "hsdp",
     "zero2-reduce": "zero2",
     "deepspeed-zero2": "zero2",
@@ -36,6 +40,8 @@ _DIVIDED_AS: Final = {
     "deepspeed-mics": "mics-published",
 }
 """Systems that the planner knows by another name."""
+_COMPRESSED: Final = {"mics-uncompressed": UNCOMPRESSED, "mics-int8": INT8, "mics-int4": INT4}
+"""Those that send other formats than ``mics``."""
 
 
 def two_depths(job: Job, layers: int) -> tuple[Job, Job]:
@@ -69,6 +75,7 @@ def missing_nbytes(run: Run) -> int | None:
         wire_nbytes=job.reduce.itemsize,
         over_replicas=run.system != "mics-partition",
         state_on_host=run.system == "mics-host",
+        compression=_COMPRESSED.get(run.system, LOSSLESS),
     )
     whole = replace(whole, prefetch=whole.depth)
     shorter = replace(whole, model=whole.model.with_blocks(job.model.num_layers))

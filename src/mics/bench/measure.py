@@ -57,9 +57,9 @@ def _measure(
 ) -> Outcome:
     job = run.job
     on_gpu = device.type == "cuda"
-    # What the system before has not freed is not this one's.
+    # What the system before has not freed is not this one's. Free space beside it is: this one may use it,
+    # and without it less would be reserved than is allocated.
     kept = torch.cuda.memory_allocated() if on_gpu else 0
-    kept_reserved = torch.cuda.memory_reserved() if on_gpu else 0
     trainer = system.build(job)
     num_steps = plan.num_warmup_steps + plan.num_steps
     steps = iter(_batches(job, num_steps + 2, device))
@@ -83,7 +83,7 @@ def _measure(
         same_start=trainer.same_start,
         tokens_per_step=job.micro_batch * job.accumulation * job.model.seq_len,
         peak_allocated_nbytes=torch.cuda.max_memory_allocated() - kept if on_gpu else None,
-        peak_reserved_nbytes=torch.cuda.max_memory_reserved() - kept_reserved if on_gpu else None,
+        peak_reserved_nbytes=torch.cuda.max_memory_reserved() - kept if on_gpu else None,
         num_alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - retries if on_gpu else None,
         uplink_nbytes=_most(sent_after, sent, plan.num_steps),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -130,6 +130,16 @@ class Row:
         factor = 1.0 if self.run.clock is None else self.run.clock.factor
         return host is not None and factor * host > _HOST_SHARE * self.step_seconds[0]
 
+    @property
+    def comparable(self) -> bool:
+        """Its step is one of the GPU that it stands for: not this host's, nor of a GPU with more memory."""
+        return self.error is None and not self.shortage and not self.waits_for_host
+
+    @property
+    def waits_for_host(self) -> bool:
+        """This machine's host decided about the step of an emulated one."""
+        return self.run.cluster is not None and self.host_bound
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for the JSON file."""
         return {
@@ -168,15 +178,16 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         ran = sorted(
             (row for row in rows_of_setting if row.error is None), key=lambda row: row.step_seconds[0]
         )
-        if len(ran) > 1:
-            said.append(f"{setting}: {_ranking(ran)}")
+        compared = [row for row in ran if row.comparable]
+        if len(compared) > 1:
+            said.append(f"{setting}: {_ranking(compared)}")
         said += [f"{setting}: {warning(row)}" for row in ran if row.breakdown_differs]
         said += [f"{setting}: {row.run.system} would not run: {row.shortage}" for row in ran if row.shortage]
         said += [
             f"{setting}: {row.run.system} waits for the host of this machine, so its step is not that of the "
-            "GPU; a larger --micro-batch gives the GPU more to do"
+            "GPU and is compared with no other; a larger --micro-batch gives the GPU more to do"
             for row in ran
-            if row.run.cluster is not None and row.host_bound
+            if row.waits_for_host
         ]
         said += [
             f"{setting}: {row.run.system} did not run: {row.error}"
@@ -194,8 +205,14 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             said.append(f"{setting}: {_losses(ran)}")
     if any(row.run.cluster is not None for row in rows):
         said.append("Losses are not compared: an emulated cluster's other ranks do not compute.")
-    said += [_count_of_flops(model) for model in dict.fromkeys(row.run.job.model for row in rows)]
+    said += [_count_of_flops(model) for model in _whole_models(rows)]
     return said
+
+
+def _whole_models(rows: Sequence[Row]) -> list[GPTConfig]:
+    """Of each model the deepest that ran or was scaled to."""
+    models = sorted((row.run.job.model for row in rows), key=lambda model: model.num_layers)
+    return list({replace(model, num_layers=1): model for model in models}.values())
 
 
 def _count_of_flops(model: GPTConfig) -> str:

@@ -1,13 +1,14 @@
 """What a rank has of a model and its optimizer, tensor by tensor.
 
 Names in a checkpoint are ``model.<parameter>`` and ``optimizer.state.<parameter>.<entry>``, as state dicts of
-torch's own APIs have them once they are flattened.
+torch's own APIs have them once they are flattened. ``lost.<parameter>`` is what rounding has lost of
+gradients between replicas, and later steps send.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from mics.gradients.eight_bit import eight_bit_of
 from mics.sharding.unit import Unit
 from mics.state_dict import state_names
 
+_LOST = "lost."
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 _EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
 
@@ -129,6 +131,19 @@ def _without_wrapper(name: str) -> str:
 
 def state_name(param: str, entry: str) -> str:
     return f"{OPTIMIZER}state.{param}.{entry}"
+
+
+def lost_parts(contents: Contents, engines: Iterable[Engine]) -> Iterator[TensorPart]:
+    """What rounding has lost, once it is with the replica whose piece it is of (``gather_errors``)."""
+    views = {
+        each.unit: each.unit.views_of(each.unit.share.own_of(each.unit.spec, each.errors))
+        for engine in engines
+        for each in engine.shown.with_errors
+        if each.errors is not None
+    }
+    for held in contents.params:
+        if held.unit in views:
+            yield held.part(_LOST + held.name, views[held.unit][held.index], once=True)
 
 
 def parts_to_save(contents: Contents, optimizers: Sequence[Optimizer], *, rank: int) -> Iterator[TensorPart]:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from mics.checkpoint.arguments import as_extra_state, as_optimizers, as_place
-from mics.checkpoint.contents import Contents, contents_of
+from mics.checkpoint.contents import Contents, contents_of, lost_parts
 from mics.checkpoint.names import is_state, model_names
 from mics.checkpoint.opening import find_checkpoint, open_checkpoint
 from mics.checkpoint.optimizers import Fill, check_groups, plan_fill
@@ -28,7 +28,7 @@ from mics.checkpoint.values import decode
 from mics.checkpoint.wanted import Wanted
 from mics.comm.journal import collective_call
 from mics.comm.world import World
-from mics.engine import Engine, settle_host
+from mics.engine import Engine, engines_of, settle_host
 from mics.errors import CheckpointError
 from mics.guard import plainly
 
@@ -106,6 +106,8 @@ class _Load:
         for unit in self.engine.members.units():
             unit.settle_params()
         settle_host(self.model)
+        for engine in engines_of(self.model):
+            engine.shown.forget_errors()
         nbytes = nbytes_of(self.reading)
         try:
             with told("loading", self.folder, nbytes, rank=self.engine.world.rank) as advance:
@@ -146,6 +148,10 @@ def _prepare(
         raise CheckpointError(f"{folder / INDEX_NAME}: {error}") from None
     if strict:
         check_groups(wanted, contents, optimizers, groups)
+    for part in lost_parts(contents, engines_of(model)):
+        stored = index.find(part.name)
+        if stored is not None:
+            wanted.add(part, part.name, stored)
     fills = [plan_fill(wanted, contents, each, groups, strict=strict) for each in optimizers]
     wanted.raise_problems(folder)
     reader = PartReader(folder, index)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import mics.checkpoint.folders as folders
 from mics.checkpoint.arguments import as_extra_state, as_integer, as_optimizers, as_place
 from mics.checkpoint.background import Saving, Staging, finish_all
-from mics.checkpoint.contents import contents_of, groups_by_name, parts_to_save
+from mics.checkpoint.contents import contents_of, groups_by_name, lost_parts, parts_to_save
 from mics.checkpoint.formats.dcp_writing import PickledValues, pickled_values
 from mics.checkpoint.own_state import own_state
 from mics.checkpoint.snapshot import Snapshot
@@ -29,8 +29,9 @@ from mics.checkpoint.values import encode
 from mics.comm.host_group import HostGroup
 from mics.comm.journal import collective_call, in_call
 from mics.comm.world import World, join_world
-from mics.engine import Engine, engine_of, settle_host
+from mics.engine import Engine, engine_of, engines_of, settle_host
 from mics.errors import CheckpointError, SettingsError
+from mics.gradients.hops import gather_errors
 from mics.guard import plainly
 
 # The last save of each model in the background, and the memory it copies to; the next one waits for it.
@@ -75,6 +76,8 @@ def save(
         )
         _check_same(host, snapshot)
         engine = engine_of(model)
+        for each in engines_of(model):
+            gather_errors(each.shown)
         if not wait:
             snapshot = together(host, "mics.save", lambda: _staged(engine, snapshot), _cannot)
     given = as_place(path, "mics.save")
@@ -154,6 +157,7 @@ def _prepare(
     rank = world.rank
     contents = contents_of(model, engine)
     settle_host(model)
+    parts = [*parts_to_save(contents, optimizers, rank=rank), *lost_parts(contents, engines_of(model))]
     groups = None if optimizer is None else [g for each in optimizers for g in groups_by_name(each, contents)]
     return Snapshot(
         root=root,
@@ -162,7 +166,7 @@ def _prepare(
         keep=keep,
         world=world,
         host=host,
-        parts=[part for part in parts_to_save(contents, optimizers, rank=rank) if part.span],
+        parts=[part for part in parts if part.span],
         aliases=contents.aliases,
         about={
             "step": step,

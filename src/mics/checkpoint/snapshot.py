@@ -228,7 +228,7 @@ def _check_sizes(draft: Draft, sizes: Mapping[str, int]) -> None:
         if there.get(name) != nbytes:
             raise CheckpointError(
                 f"{draft.where / name}: expected the {nbytes:,} bytes that a rank wrote, found "
-                f"{there.get(name)}; is this a folder that all nodes share?"
+                f"{there.get(name)}; save to a folder that all nodes share"
             )
 
 

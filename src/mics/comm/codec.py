@@ -1,7 +1,7 @@
-"""What a hop sends: encoded where it leaves, decoded where it arrives.
+"""What a collective sends: encoded where it leaves, decoded where it arrives.
 
-Each hop has one codec: ``hop_1`` and ``hop_2`` of ``sharding/spec.py: UnitSpec`` choose it. Another format is
-another class here. As yet the wire has one element for each value.
+Gathers and both hops have one codec each: ``sharding/spec.py: UnitSpec`` says which. Another format is one
+more class. Values go to members in rows, and each row on the wire is as many bytes as any other.
 """
 
 from __future__ import annotations
@@ -17,56 +17,79 @@ from torch import Tensor
 class Codec(Protocol):
     """How values are on the wire. Sums are made of decoded values, in their own format."""
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The format on the wire of values in ``dtype``."""
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Whether values in ``dtype`` are anything else than themselves on the wire."""
         ...
 
-    def encode(self, wire: Tensor, values: Tensor) -> None:
-        """Fill ``wire`` with what is sent of ``values``."""
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """On the wire, of ``numel`` values in ``dtype`` that go to one member."""
         ...
 
-    def decode(self, values: Tensor, wire: Tensor) -> None:
-        """Fill ``values`` with what came."""
+    def encode(self, wires: Tensor, values: Tensor) -> None:
+        """Fill the rows of ``wires``, uint8 [n, wire_nbytes], with what is sent of ``values``, [n, numel]."""
         ...
 
-    def add_up(self, out: Tensor, rows: Tensor | Sequence[Tensor]) -> None:
+    def decode(self, values: Tensor, wires: Tensor) -> None:
+        """Fill the rows of ``values`` with what came."""
+        ...
+
+    def add_up(self, out: Tensor, wires: Tensor) -> None:
         """``out`` = the sum of what came from each member, in their order."""
+        ...
+
+    @property
+    def of_sums(self) -> Codec:
+        """How sums go on to all members, where all of them need all."""
         ...
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Values as they are, or in another format."""
+    """Values as they are, or in a narrower format."""
 
     dtype: torch.dtype | None = None
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.dtype is None else self.dtype
+    def changes(self, dtype: torch.dtype) -> bool:
+        return self.dtype is not None and self.dtype.itemsize < dtype.itemsize
 
-    def encode(self, wire: Tensor, values: Tensor) -> None:
-        wire.copy_(values)
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        return numel * self._format(dtype).itemsize
 
-    def decode(self, values: Tensor, wire: Tensor) -> None:
-        values.copy_(wire)
+    def encode(self, wires: Tensor, values: Tensor) -> None:
+        wires.view(self._format(values.dtype)).copy_(values)
 
-    def add_up(self, out: Tensor, rows: Tensor | Sequence[Tensor]) -> None:
-        """In the wider of both formats.
+    def decode(self, values: Tensor, wires: Tensor) -> None:
+        values.copy_(wires.view(self._format(values.dtype)))
 
-        Formats narrower than float32 are added in float32: a sum over many ranks would drown in rounding.
-        """
-        wide = out.dtype if out.dtype.itemsize >= 4 else torch.float32
-        if isinstance(rows, Tensor) and out.device.type != "cpu":
-            # One kernel; on the CPU the loop is what a single process can repeat.
-            if out.dtype is wide:
-                torch.sum(rows, 0, dtype=wide, out=out)
-            else:
-                out.copy_(torch.sum(rows, 0, dtype=wide))
-            return
-        first, *others = rows
-        total = first if first.dtype is wide else first.to(wide)
-        for row in others:
-            total += row
-        out.copy_(total)
+    def add_up(self, out: Tensor, wires: Tensor) -> None:
+        add_rows(out, wires.view(self._format(out.dtype)))
+
+    @property
+    def of_sums(self) -> Codec:
+        return self
+
+    def _format(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and self.changes(dtype) else dtype
 
 
 PLAIN: Codec = Cast()
+
+
+def add_rows(out: Tensor, rows: Tensor | Sequence[Tensor]) -> None:
+    """``out`` = the sum of ``rows``, in their order and in the wider of both formats.
+
+    Formats narrower than float32 are added in float32: a sum over many ranks would drown in rounding.
+    """
+    wide = out.dtype if out.dtype.itemsize >= 4 else torch.float32
+    if isinstance(rows, Tensor) and out.device.type != "cpu":
+        # One kernel; on the CPU the loop is what a single process can repeat.
+        if out.dtype is wide:
+            torch.sum(rows, 0, dtype=wide, out=out)
+        else:
+            out.copy_(torch.sum(rows, 0, dtype=wide))
+        return
+    first, *others = rows
+    total = first if first.dtype is wide else first.to(wide)
+    for row in others:
+        total += row
+    out.copy_(total)

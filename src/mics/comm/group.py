@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from mics.comm.calls import GroupCalls
-from mics.comm.codec import PLAIN, Codec
+from mics.comm.codec import PLAIN, Codec, add_rows
 from mics.comm.counter import TrafficCounter
 from mics.comm.liveness import Liveness
 from mics.comm.messages import spread, swap, tag_of
@@ -114,8 +114,8 @@ class GroupCollectives:
         else:
             self._calls.call("broadcast", label, dist.broadcast, tensor, group_src=0)
 
-    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
-        return (("", partial(self.gather_together, pairs, label)),)
+    def gather_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
+        return (("", partial(self.gather_together, pairs, label, codec)),)
 
     def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
         return (("", partial(self.reduce_together, pairs, label, codec)),)
@@ -125,8 +125,15 @@ class GroupCollectives:
     ) -> Sequence[tuple[str, Action]]:
         return (("", partial(self.all_reduce_together, tensors, label, codec)),)
 
-    def gather_together(self, pairs: Pairs, label: str) -> None:
-        """``all_gather`` of all pairs (out, shard): one message where the backend can do that."""
+    def gather_together(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> None:
+        """``all_gather`` of all pairs (out, shard): one message where the backend can do that.
+
+        What a ``codec`` rounds, it rounds on every member alike, its own values included.
+        """
+        if self._size > 1 and any(codec.changes(shard.dtype) for _, shard in pairs):
+            for out, shard in pairs:
+                self._gather_encoded(out, shard, label, codec)
+            return
         if not self._coalesces(pairs):
             for out, shard in pairs:
                 self.all_gather(out, shard, label)
@@ -137,10 +144,10 @@ class GroupCollectives:
 
     def reduce_together(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> None:
         """``reduce_scatter`` of all pairs (out, buffer) likewise, encoded on the way."""
-        if self._size > 1 and (_narrows(codec, pairs[0][1]) or self._exchange):
+        if self._size > 1 and (codec.changes(pairs[0][1].dtype) or self._exchange):
             for out, buffer in pairs:
-                itemsize = codec.wire_dtype(buffer.dtype).itemsize
-                self._calls.count("reduce_scatter", (self._size - 1) * out.numel() * itemsize)
+                nbytes = codec.wire_nbytes(out.numel(), buffer.dtype)
+                self._calls.count("reduce_scatter", (self._size - 1) * nbytes)
                 self._exchange_and_add(out, buffer, label, codec)
         elif not self._coalesces(pairs):
             for out, buffer in pairs:
@@ -152,25 +159,21 @@ class GroupCollectives:
 
     def all_reduce_together(self, tensors: Sequence[Tensor], label: str, codec: Codec = PLAIN) -> None:
         """``all_reduce`` of each tensor; the result is rounded by ``codec`` on every member alike."""
-        narrows = any(_narrows(codec, tensor) for tensor in tensors)
-        if not narrows and self._coalesces([(tensor, tensor) for tensor in tensors], exchanges=False):
+        is_plain = not any(codec.changes(tensor.dtype) for tensor in tensors)
+        if is_plain and self._coalesces([(tensor, tensor) for tensor in tensors], exchanges=False):
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self._calls.count("all_reduce", 2 * (self._size - 1) * nbytes // self._size)
             self._calls.call("all-reduce", label, _coalesced_all_reduce, list(tensors))
             return
         for tensor in tensors:
-            if not _narrows(codec, tensor) or tensor.numel() % self._size:
+            if not codec.changes(tensor.dtype) or tensor.numel() % self._size:
                 self.all_reduce(tensor, label)
             elif self._size > 1:
-                wire = codec.wire_dtype(tensor.dtype)
                 own = tensor.view(self._size, -1)[self._position]
-                self._calls.count("reduce_scatter", (self._size - 1) * own.numel() * wire.itemsize)
+                nbytes = codec.wire_nbytes(own.numel(), tensor.dtype)
+                self._calls.count("reduce_scatter", (self._size - 1) * nbytes)
                 self._exchange_and_add(own, tensor, label, codec)
-                rounded = self._scratch.take("sent", tensor, wire)
-                mine = rounded.view(self._size, -1)[self._position]
-                codec.encode(mine, own)
-                self.all_gather(rounded, mine, label)
-                codec.decode(tensor, rounded)
+                self._gather_encoded(tensor, own, label, codec.of_sums)
 
     def _coalesces(self, pairs: Pairs, *, exchanges: bool | None = None) -> bool:
         same_format = len({shard.dtype for _, shard in pairs}) == 1
@@ -184,20 +187,36 @@ class GroupCollectives:
         One hop instead of one for each member. And a backend's own reduce-scatter would add in the format of
         the wire, and round at every member it passes.
         """
-        rows: Tensor | Sequence[Tensor]
-        wire = codec.wire_dtype(buffer.dtype)
-        received = self._scratch.take("received", buffer, wire)
-        sent = buffer
-        if wire is not buffer.dtype:
-            sent = self._scratch.take("sent", buffer, wire)
-            codec.encode(sent, buffer)
+        if buffer.numel() == 0:
+            return
+        if not codec.changes(buffer.dtype):
+            received = self._scratch.take("received", buffer.nbytes, buffer).view(buffer.dtype)
+            self._send_each(received, buffer, label)
+            rows = received.view(self._size, -1)
+            add_rows(out, rows.unbind() if self._calls.is_gloo(buffer) else rows)
+            return
+        nbytes = self._size * codec.wire_nbytes(out.numel(), buffer.dtype)
+        sent, received = (self._scratch.take(use, nbytes, buffer) for use in ("sent", "received"))
+        codec.encode(sent.view(self._size, -1), buffer.view(self._size, -1))
+        self._send_each(received, sent, label)
+        codec.add_up(out, received.view(self._size, -1))
+
+    def _send_each(self, received: Tensor, sent: Tensor, label: str) -> None:
+        """Every member's chunk of ``sent`` to it."""
         if self._calls.is_gloo(sent):
-            rows = _rows(received, self._size)
-            self._swap("reduce-scatter", label, rows, _rows(sent, self._size))
+            self._swap("reduce-scatter", label, _rows(received, self._size), _rows(sent, self._size))
         else:
             self._calls.call("reduce-scatter", label, dist.all_to_all_single, received, sent)
-            rows = received.view(self._size, -1)
-        codec.add_up(out, rows)
+
+    def _gather_encoded(self, out: Tensor, shard: Tensor, label: str, codec: Codec) -> None:
+        if shard.numel() == 0:
+            return
+        nbytes = codec.wire_nbytes(shard.numel(), shard.dtype)
+        wires = self._scratch.take("sent", self._size * nbytes, out).view(self._size, -1)
+        own = wires[self._position]
+        codec.encode(own.unsqueeze(0), shard.view(1, -1))
+        self.all_gather(wires.view(-1), own, label)
+        codec.decode(out.view(self._size, -1), wires)
 
     def _send_to_all(self, out: Tensor, shard: Tensor, label: str) -> None:
         """Gather in one hop: every member sends its chunk to each of the others."""
@@ -214,13 +233,14 @@ class GroupCollectives:
             self._swap("all-gather", label, _rows(tensor, self._size), [own] * self._size)
             return
         flat = tensor.view(-1)
-        received = self._scratch.take("received", flat, times=self._size).view(self._size, -1)
+        received = self._scratch.take("received", self._size * flat.nbytes, flat).view(flat.dtype)
+        received = received.view(self._size, -1)
         rows = received.unbind()
         self._swap("all-reduce", label, rows, [flat] * self._size)
         if maximum:
             flat.copy_(received.amax(0))
         else:
-            PLAIN.add_up(flat, rows)
+            add_rows(flat, rows)
 
     def _swap(self, kind: str, label: str, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """``sent[r]`` to member r, and ``received[r]`` from there. Over gloo."""
@@ -239,13 +259,12 @@ class _Scratch:
     def nbytes(self) -> int:
         return sum(memory.numel() for memory in self._by_use.values())
 
-    def take(self, use: str, like: Tensor, dtype: torch.dtype | None = None, *, times: int = 1) -> Tensor:
-        """As many elements as ``like``, or so many times as many; whatever was there for this use is gone."""
-        dtype = dtype or like.dtype
-        nbytes = times * like.numel() * dtype.itemsize
+    def take(self, use: str, nbytes: int, like: Tensor) -> Tensor:
+        """So many bytes where ``like`` is; whatever was there for this use is gone."""
         if use not in self._by_use or self._by_use[use].numel() < nbytes:
-            self._by_use[use] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-        return self._by_use[use][:nbytes].view(dtype)
+            with torch.inference_mode(False):  # training uses it, too
+                self._by_use[use] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+        return self._by_use[use][:nbytes]
 
 
 def _coalesced_gather(outs: list[Tensor], shards: list[Tensor], group: Any) -> None:
@@ -275,10 +294,6 @@ def _coalesced(group: Any, name: str, old_name: str, *args: Any) -> None:
     work = (getattr(group, name, None) or getattr(group, old_name))(*args)
     if work is not None:
         work.wait()
-
-
-def _narrows(codec: Codec, values: Tensor) -> bool:
-    return codec.wire_dtype(values.dtype).itemsize < values.dtype.itemsize
 
 
 def _rows(tensor: Tensor, count: int) -> Sequence[Tensor]:

@@ -255,14 +255,15 @@ class LanedCollectives:
         pairs: Pairs,
         label: str,
         after: Sequence[Ticket] = (),
+        codec: Codec = PLAIN,
         prepare: Action | None = None,
         then: Action | None = None,
     ) -> Ticket:
-        """``all_gather`` of all pairs (out, shard) as one collective.
+        """``all_gather`` of all pairs (out, shard) as one collective, encoded on the way.
 
         ``prepare`` fills the shards before, and ``then`` is what is to be done with the results.
         """
-        stages = list(self._collectives.gather_stages(pairs, label))
+        stages = list(self._collectives.gather_stages(pairs, label, codec))
         if prepare is not None:
             stage, action = stages[0]
             stages[0] = (stage, _both(prepare, action))

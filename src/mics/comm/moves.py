@@ -21,14 +21,16 @@ many there is space, and ``needed`` tells how many there were. What does not fit
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_MAX_BLOCK: Final = 2048
+_log = logging.getLogger("mics")
+_MAX_BLOCK: Final = 512  # as fast as the H200 decodes
 _MIN_BLOCK: Final = 16
 _ALIGNMENT: Final = 16  # of each part on the wire, and of the whole
 SMALL: Final = 7
@@ -156,6 +158,28 @@ class Moves:
         moves = codes.to(torch.int32) - SMALL
         moves[large] = rest
         values.copy_(_ordered(_wrapped(_ordered(values) + moves)))
+
+
+@cache
+def moves_work(device: torch.device) -> bool:
+    """Whether moves can be made on ``device``, tried once.
+
+    On a GPU they take Triton, and Triton takes a C compiler.
+    """
+    if device.type != "cuda":
+        return True
+    moves = Moves(_MIN_BLOCK, Room(_MIN_BLOCK, _MIN_BLOCK))
+    try:
+        values = torch.zeros(2, moves.numel, dtype=torch.int16, device=device)
+        wires = torch.zeros(2, moves.nbytes, dtype=torch.uint8, device=device)
+        needed = torch.zeros(2, dtype=torch.int32, device=device)
+        moves.encode(wires[0], values[0], values[0], needed)
+        moves.decode(values, wires, own=1)
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        _log.warning("new parameters go to the replicas as they are, since moves do not work here: %s", error)
+        return False
+    return True
 
 
 def _ordered(bits: Tensor) -> Tensor:

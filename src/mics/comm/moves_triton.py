@@ -1,4 +1,4 @@
-"""``moves.py`` on a GPU: a kernel that counts and one that encodes, and one that decodes for all members."""
+"""``moves.py`` on a GPU: a kernel that encodes, and one that decodes for all members."""
 
 # Triton compiles annotations of its functions, and knows none but its own.
 # ruff: noqa: ANN001, ANN202
@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mics.comm.moves import Moves
+
+_NUM_WARPS: Final = 1  # with blocks of 512 values
 
 
 @triton.jit
@@ -30,25 +32,20 @@ def _moves(old, new, offsets, inside):
 
 
 @triton.jit
-def _count(old, new, counts, numel, block_size: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    offsets = block * block_size + tl.arange(0, block_size)
-    size = tl.abs(_moves(old, new, offsets, offsets < numel))
-    tl.store(counts + 2 * block, tl.sum((size > 7).to(tl.int32)))
-    tl.store(counts + 2 * block + 1, tl.sum((size > 127).to(tl.int32)))
+def _sizes(moves):
+    """Which moves take a byte, and which two more."""
+    return (tl.abs(moves) > 7).to(tl.int32), (tl.abs(moves) > 127).to(tl.int32)
 
 
 @triton.jit
 def _write_rest(moves, first_byte, first_word, few, fewer, num_bytes, num_words):
-    """The bytes and words of half a block; how many there were."""
-    large = (tl.abs(moves) > 7).to(tl.int32)
-    largest = (tl.abs(moves) > 127).to(tl.int32)
+    """The bytes and words of half a block."""
+    large, largest = _sizes(moves)
     place = first_byte + tl.cumsum(large, 0) - large
     code = tl.where(largest > 0, 255, moves + 127)
     tl.store(few + place, code.to(tl.uint8), mask=(large > 0) & (place < num_bytes))
     place = first_word + tl.cumsum(largest, 0) - largest
     tl.store(fewer + place, moves.to(tl.int16), mask=(largest > 0) & (place < num_words))
-    return tl.sum(large), tl.sum(largest)
 
 
 @triton.jit
@@ -59,6 +56,7 @@ def _encode(
     starts,
     few,
     fewer,
+    needed,
     numel,
     num_bytes,
     num_words,
@@ -70,8 +68,15 @@ def _encode(
     high = _moves(old, new, offsets + half, offsets + half < numel)
     codes = tl.where(tl.abs(low) > 7, 15, low + 7) | (tl.where(tl.abs(high) > 7, 15, high + 7) << 4)
     tl.store(nibbles + block * half + tl.arange(0, half), codes.to(tl.uint8))
-    first_byte, first_word = tl.load(starts + 2 * block), tl.load(starts + 2 * block + 1)
-    more, most = _write_rest(low, first_byte, first_word, few, fewer, num_bytes, num_words)
+    low_bytes, low_words = _sizes(low)
+    high_bytes, high_words = _sizes(high)
+    more, most = tl.sum(low_bytes), tl.sum(low_words)
+    # Blocks take their places in the order in which they come: each says where it is.
+    first_byte = tl.atomic_add(needed, more + tl.sum(high_bytes), sem="relaxed")
+    first_word = tl.atomic_add(needed + 1, most + tl.sum(high_words), sem="relaxed")
+    tl.store(starts + 2 * block, first_byte)
+    tl.store(starts + 2 * block + 1, first_word)
+    _write_rest(low, first_byte, first_word, few, fewer, num_bytes, num_words)
     _write_rest(high, first_byte + more, first_word + most, few, fewer, num_bytes, num_words)
 
 
@@ -147,16 +152,10 @@ def _decode(
 
 
 def encode(moves: Moves, wire: Tensor, old: Tensor, new: Tensor, needed: Tensor) -> None:
-    nibbles, starts, few, fewer = moves.parts(wire)
-    counts = torch.empty(moves.num_blocks, 2, dtype=torch.int32, device=old.device)
-    _count[(moves.num_blocks,)](old, new, counts, moves.numel, block_size=moves.block)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    torch.sub(ends, counts, out=starts.view(-1, 2))
-    needed.copy_(ends[-1])
-    room = moves.room
+    needed.zero_()
     _encode[(moves.num_blocks,)](
-        old, new, nibbles, starts, few, fewer, moves.numel, room.num_bytes, room.num_words,
-        half=moves.block // 2,
+        old, new, *moves.parts(wire), needed, moves.numel, moves.room.num_bytes, moves.room.num_words,
+        half=moves.block // 2, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -166,4 +165,5 @@ def decode(moves: Moves, values: Tensor, wires: Tensor, own: int) -> None:
     _decode[(moves.num_blocks, len(wires))](
         values, wires, *(place - first for place in at), wires.stride(0), moves.numel,
         moves.room.num_bytes, moves.room.num_words, own, half=moves.block // 2,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip

@@ -76,17 +76,19 @@ class Collectives(Protocol):
         """Everybody's ``tensor`` becomes that of the member at position 0."""
         ...
 
-    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
+    def gather_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
         """``all_gather`` of all pairs (out, shard) as one, in its parts.
 
-        Each part comes with the name of the link it uses; they are to be done in this order.
+        Each part comes with the name of the link it uses; they are to be done in this order. ``codec`` says
+        how values are on the wire, between nodes where that is a part of its own.
         """
         ...
 
     def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
         """``reduce_scatter`` of all pairs (out, buffer) likewise.
 
-        ``codec`` says how they are on the wire; sums are made of decoded values.
+        ``codec`` says how they are on the wire, between nodes where that is a part of its own; sums are made
+        of decoded values.
         """
         ...
 

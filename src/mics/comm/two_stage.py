@@ -53,27 +53,23 @@ class TwoStageCollectives:
         for _, action in self.reduce_stages([(out, buffer)], label):
             action()
 
-    def gather_stages(self, pairs: Pairs, label: str) -> Sequence[tuple[str, Action]]:
-        self._counter.add(
-            "partition", "all_gather", sum((self.size - 1) * shard.nbytes for _, shard in pairs)
-        )
+    def gather_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
+        self._count("all_gather", [shard for _, shard in pairs], codec)
         blocks = [self._block(out) for out, _ in pairs]
         inter = [(block, shard) for block, (_, shard) in zip(blocks, pairs, strict=True)]
         intra = [(out, block) for block, (out, _) in zip(blocks, pairs, strict=True)]
         return (
-            ("inter", partial(self._inter.gather_together, inter, label)),
+            ("inter", partial(self._inter.gather_together, inter, label, codec)),
             ("intra", partial(self._intra.gather_together, intra, label)),
         )
 
     def reduce_stages(self, pairs: Pairs, label: str, codec: Codec = PLAIN) -> Sequence[tuple[str, Action]]:
-        self._counter.add(
-            "partition", "reduce_scatter", sum((self.size - 1) * _wire_nbytes(out, codec) for out, _ in pairs)
-        )
+        self._count("reduce_scatter", [out for out, _ in pairs], codec)
         blocks = [self._block(buffer) for _, buffer in pairs]
         intra = [(block, buffer) for block, (_, buffer) in zip(blocks, pairs, strict=True)]
         inter = [(out, block) for block, (out, _) in zip(blocks, pairs, strict=True)]
         return (
-            ("intra", partial(self._intra.reduce_together, intra, label, codec)),
+            ("intra", partial(self._intra.reduce_together, intra, label)),
             ("inter", partial(self._inter.reduce_together, inter, label, codec)),
         )
 
@@ -84,6 +80,16 @@ class TwoStageCollectives:
             ("intra", partial(self._intra.all_reduce_together, tensors, label, codec)),
             ("inter", partial(self._inter.all_reduce_together, tensors, label, codec)),
         )
+
+    def _count(self, kind: str, chunks: Sequence[Tensor], codec: Codec) -> None:
+        """What this rank sends of chunks that have the size of ``chunks``."""
+        between = self._inter.size - 1
+        inside = self.size - 1 - between
+        nbytes = sum(
+            inside * chunk.nbytes + between * codec.wire_nbytes(chunk.numel(), chunk.dtype)
+            for chunk in chunks
+        )
+        self._counter.add("partition", kind, nbytes)
 
     def _block(self, whole: Tensor) -> Tensor:
         """The chunks that the ranks with this local rank own together."""
@@ -97,7 +103,3 @@ class TwoStageCollectives:
     def broadcast(self, tensor: Tensor, label: str) -> None:
         self._inter.broadcast(tensor, label)
         self._intra.broadcast(tensor, label)
-
-
-def _wire_nbytes(values: Tensor, codec: Codec) -> int:
-    return values.numel() * codec.wire_dtype(values.dtype).itemsize

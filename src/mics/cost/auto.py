@@ -9,9 +9,11 @@ from statistics import median_low
 from typing import Final
 
 from mics.cost.clusters import Cluster
-from mics.cost.collectives import Cost, Kind, Span, cost
+from mics.cost.collectives import Kind, Span, cost
 from mics.cost.compute import UPDATE_NBYTES
 from mics.cost.memory import MASTER_NBYTES
+from mics.cost.stages import hop_2_stages, move_stages
+from mics.layout.compression import UNCOMPRESSED, Compression
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
 _MAX_PREFETCH: Final = 3
@@ -20,29 +22,26 @@ _LEAST_MESSAGE_NBYTES: Final = 64 << 10
 _WORTH_SHARE: Final = 0.02  # of a step, that whole masters must save: they take memory
 
 
-def move_seconds(cluster: Cluster, kind: Kind, span: Span, nbytes: int, *, two_stage: bool) -> float:
-    """Time to gather or reduce ``nbytes`` over a partition group, in one ring or in two stages."""
-    if not two_stage:
-        return cost(cluster, kind, span, nbytes).seconds
-    inter, intra = stage_costs(cluster, kind, span, nbytes)
-    return inter.seconds + intra.seconds
+def move_seconds(
+    cluster: Cluster, kind: Kind, span: Span, nbytes: int, *, two_stage: bool, share: float = 1.0
+) -> float:
+    """Time to gather or reduce ``nbytes`` over a partition group, in one ring or in two stages.
+
+    ``share``: what rounding leaves of bytes that go from node to node.
+    """
+    stages = move_stages(cluster, kind, span, nbytes, two_stage=two_stage, share=share)
+    return sum(stage.seconds for stage in stages)
 
 
-def stage_costs(cluster: Cluster, kind: Kind, span: Span, nbytes: int) -> tuple[Cost, Cost]:
-    """Of a gather or a reduction in two stages: among nodes, and inside one."""
-    inter = Span(size=span.num_nodes, num_nodes=span.num_nodes, on_a_node=1)
-    intra = Span(size=span.on_a_node, num_nodes=1, on_a_node=span.on_a_node)
-    return cost(cluster, kind, inter, nbytes // span.on_a_node), cost(cluster, kind, intra, nbytes)
-
-
-def two_stages_pay(cluster: Cluster, span: Span, nbytes: int) -> bool:
-    """Whether a unit is gathered sooner in two stages.
+def two_stages_pay(cluster: Cluster, span: Span, nbytes: int, *, share: float = 1.0) -> bool:
+    """Whether a unit is gathered sooner in two stages. ``share``: as in ``move_seconds``.
 
     Near two nodes because fewer bytes cross the network, beyond because fewer hops do. Where the links inside
     a node are no faster than the network, the second stage may cost more than that.
     """
     flat, staged = (
-        move_seconds(cluster, Kind.ALL_GATHER, span, nbytes, two_stage=staged) for staged in (False, True)
+        move_seconds(cluster, Kind.ALL_GATHER, span, nbytes, two_stage=staged, share=share)
+        for staged in (False, True)
     )
     return staged < flat
 
@@ -77,13 +76,6 @@ def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
     return exchange.seconds < (1 - _LATENCY_SHARE) * ring.seconds
 
 
-def replica_seconds(cluster: Cluster, span: Span, kind: Kind, nbytes: int, *, largest_nbytes: int) -> float:
-    """Time of a chunk across replicas, by a ring or by an exchange, which the largest chunk decides."""
-    if kind is not Kind.ALL_REDUCE and exchange_pays(cluster, span, largest_nbytes):
-        kind = Kind.ALL_TO_ALL
-    return cost(cluster, kind, span, nbytes).seconds
-
-
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """The last backward of a step and the next forward: where replicas meet. Units are in forward order."""
@@ -96,8 +88,11 @@ class Turn:
     """Seconds of each unit's forward, for one row where rows are not known."""
     backwards: Sequence[float]
     wire_nbytes: int
-    """Of a gradient's element between replicas."""
-    param_nbytes: int = 2
+    """Of a gradient's element between replicas, where nothing is rounded."""
+    compression: Compression = UNCOMPRESSED
+    """How hop 2 rounds."""
+    refresh_nbytes: float = 2
+    """Of a new parameter on its way to a replica."""
     other_seconds: float = 0.0
     """Of the step's other micro-steps."""
 
@@ -132,20 +127,27 @@ class Turn:
         return computed
 
     def _across(self, kind: Kind) -> list[float]:
-        """Seconds of each unit's chunk across replicas."""
-        nbytes = self.param_nbytes if kind is Kind.ALL_GATHER else self.wire_nbytes
+        """Seconds of each unit's chunk across replicas, by a ring or an exchange: the largest decides."""
         largest = MASTER_NBYTES * max(self.numels, default=0) // self.partition_size
-        known = {
-            numel: replica_seconds(
-                self.cluster,
-                self.replication,
-                kind,
-                nbytes * numel // self.partition_size,
-                largest_nbytes=largest,
-            )
-            for numel in set(self.numels)
-        }
+        exchanges = exchange_pays(self.cluster, self.replication, largest)
+        known = {numel: self._chunk_seconds(kind, numel, exchanges) for numel in set(self.numels)}
         return [known[numel] for numel in self.numels]
+
+    def _chunk_seconds(self, kind: Kind, numel: int, exchanges: bool) -> float:
+        if kind is Kind.ALL_GATHER:
+            nbytes = int(self.refresh_nbytes * numel) // self.partition_size
+            kind = Kind.ALL_TO_ALL if exchanges else kind
+            return cost(self.cluster, kind, self.replication, nbytes).seconds
+        stages = hop_2_stages(
+            self.cluster,
+            self.replication,
+            numel / self.partition_size,
+            wire_nbytes=self.wire_nbytes,
+            compression=self.compression,
+            exchanges=exchanges,
+            whole=kind is Kind.ALL_REDUCE,
+        )
+        return sum(stage.seconds for stage in stages)
 
 
 def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, low_memory: bool = False) -> int:

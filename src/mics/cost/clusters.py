@@ -33,6 +33,7 @@ from typing import Any, Final
 from mics.cost.gpus import GPUS, Gpu
 from mics.errors import SettingsError
 from mics.utils.extras import require
+from mics.utils.numbers import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,11 @@ class Cluster:
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def rank_word(self) -> str:
+        """What a reader calls the device of a rank."""
+        return "rank" if self.computing is not None and self.computing.device == "cpu" else "GPU"
 
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
@@ -297,11 +303,16 @@ def _computing(path: Path, found: Any) -> Computing:
 
 def _checked(path: Path, where: str, found: Any, wanted: type, *, required: set[str]) -> dict[str, Any]:
     known = {field.name for field in fields(wanted)}
-    if not isinstance(found, Mapping) or not required <= set(found) <= known:
-        keys = sorted(map(str, found)) if isinstance(found, Mapping) else repr(found)
+    keys = {str(key) for key in found} if isinstance(found, Mapping) else set()
+    if required - keys:
         raise SettingsError(
-            f"cluster file {path}: expected {where} to have {sorted(required)} and at most {sorted(known)}, "
-            f"found {keys}"
+            f"cluster file {path}: expected {where} to have {listed(sorted(required))}, found no "
+            f"{listed(sorted(required - keys))}; mics calibrate writes such a file"
+        )
+    if keys - known:
+        raise SettingsError(
+            f"cluster file {path}: expected {where} to have at most {listed(sorted(known))}, found also "
+            f"{listed(sorted(keys - known))}; leave it out"
         )
     return dict(found)
 

@@ -1,6 +1,7 @@
 """The fitted constants of the planner: these five, for all clusters and all systems, and no others.
 
-Everything else is on a data sheet (`clusters.py`), counted (bytes and FLOPs of `shapes.py` and `memory.py`),
+Everything else is on a data sheet (`clusters.py`; latencies of links are on none and are round figures),
+counted (bytes and FLOPs of `shapes.py` and `memory.py`), measured by itself (`MOVED_SHARE` of `setting.py`),
 or a limit that somebody chose. ``benchmarks/planner_accuracy.py`` shows what the five come to.
 """
 

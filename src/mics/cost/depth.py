@@ -11,6 +11,7 @@ from mics.cost.auto import batch_nbytes, latency_nbytes, move_seconds, prefetch_
 from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, Span
 from mics.cost.memory import USABLE
+from mics.cost.stages import WHOLE, Shares
 from mics.layout.order import Batch, Batching, batches_of
 
 _BUSY_SHARE: Final = 0.9  # of the computation's time: replicas need the network too
@@ -31,6 +32,7 @@ class MicroStep:
     numels: Mapping[int, int]
     rows: float
     """Of activations, that each unit is multiplied with."""
+    shares: Shares = WHOLE
 
     def depth(self, *, low_memory: bool = False) -> int:
         """Units to look ahead."""
@@ -49,7 +51,8 @@ class MicroStep:
         half of what nobody has used: a batch may be larger one day.
         """
         reductions = sum(
-            self._seconds(Kind.REDUCE_SCATTER, numel * wire_nbytes) for numel in self.numels.values()
+            self._seconds(Kind.REDUCE_SCATTER, numel * wire_nbytes, self.shares.reduce)
+            for numel in self.numels.values()
         )
         computes = forward_seconds(self.cluster, sum(self.numels.values()), self.rows)
         # The backward takes twice as long as the forward.
@@ -72,12 +75,12 @@ class MicroStep:
         for batch in self._batches:
             nbytes = sum(self.sizes[index] for index in batch)
             if nbytes not in known:
-                known[nbytes] = self._seconds(Kind.ALL_GATHER, nbytes)
+                known[nbytes] = self._seconds(Kind.ALL_GATHER, nbytes, self.shares.gather)
             found.append(known[nbytes])
         return found
 
-    def _seconds(self, kind: Kind, nbytes: int) -> float:
-        return move_seconds(self.cluster, kind, self.span, nbytes, two_stage=self.two_stage)
+    def _seconds(self, kind: Kind, nbytes: int, share: float) -> float:
+        return move_seconds(self.cluster, kind, self.span, nbytes, two_stage=self.two_stage, share=share)
 
 
 def batching_for(cluster: Cluster, span: Span, largest_nbytes: int) -> Batching:
@@ -89,10 +92,17 @@ def batching_for(cluster: Cluster, span: Span, largest_nbytes: int) -> Batching:
 
 
 def reduction_share(
-    cluster: Cluster, span: Span, *, numel: int, nbytes: int, rows: float, two_stage: bool
+    cluster: Cluster,
+    span: Span,
+    *,
+    numel: int,
+    nbytes: int,
+    rows: float,
+    two_stage: bool,
+    share: float = 1.0,
 ) -> float:
     """How long the reduction of a unit's gradients takes for each second of the forward of one like it."""
-    seconds = move_seconds(cluster, Kind.REDUCE_SCATTER, span, nbytes, two_stage=two_stage)
+    seconds = move_seconds(cluster, Kind.REDUCE_SCATTER, span, nbytes, two_stage=two_stage, share=share)
     return seconds / max(forward_seconds(cluster, numel, rows), 1e-12)
 
 

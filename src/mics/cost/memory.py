@@ -27,6 +27,7 @@ ADAM_8BIT_NBYTES: Final = 2 * (1 + 4 / BLOCK_NUMEL)  # two codes, and two scales
 NUM_STAGED: Final = 2  # units whose optimizer state is on the device at once, if it comes from the host
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
+_ERROR: Final = 2  # bytes, bfloat16
 _LOGIT_NBYTES: Final = 12  # cross-entropy's softmax and two gradients in float32, at once
 
 
@@ -52,6 +53,10 @@ class Division:
     """Masters and optimizer state are in host memory; those of two units are on the device in a step."""
     reduction_share: float = math.inf
     """How long a unit is being reduced, for each second of its forward. Quick ones are waited for."""
+    keeps_errors: bool = False
+    """What rounding between replicas loses is kept."""
+    staged_nbytes: float = 0.0
+    """Of an element of the largest unit, on its way in fewer bits (``cost/stages.py``)."""
 
     @property
     def casts_masters(self) -> bool:
@@ -196,6 +201,8 @@ _FIXED: Final = (
     "optimizer state",
     "gathered units",
     "reduce buffers",
+    "lost in rounding",
+    "wire",
 )
 
 
@@ -216,7 +223,7 @@ class Terms:
     @property
     def fixed(self) -> float:
         """What is there at the end of every backward, whatever it works on."""
-        return sum(self.between_blocks[name] for name in _FIXED)
+        return sum(self.between_blocks.get(name, 0.0) for name in _FIXED)
 
     @property
     def peak(self) -> float:
@@ -281,6 +288,16 @@ def _gathered(model: ModelShape, division: Division) -> tuple[float, int]:
     return arena, first_back
 
 
+def _rounded(division: Division, total: int, largest: int) -> dict[str, float]:
+    """What rounding takes, of all elements and of those of the largest unit."""
+    found = {}
+    if division.keeps_errors and division.num_replicas > 1:
+        found["lost in rounding"] = total * _ERROR / division.partition_size
+    if division.staged_nbytes:
+        found["wire"] = largest * division.staged_nbytes
+    return found
+
+
 def memory_terms(
     model: ModelShape,
     division: Division,
@@ -310,6 +327,7 @@ def memory_terms(
         "activations": saved.blocks + saved.outside,
         "logits or workspace": float(largest * param),
     }
+    between |= _rounded(division, total, largest)
     # At its widest part: what the block saves if that is recomputed, the gradients of that part (half of
     # what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
     in_block = between | {"logits or workspace": again + saved.in_block / 4 + largest * param / 3}

@@ -14,6 +14,8 @@ from mics.cost.compute import Device
 from mics.cost.depth import MicroStep, reduction_share
 from mics.cost.memory import ADAM_NBYTES, Division, Keeping, Terms, memory_terms
 from mics.cost.shapes import ModelShape, UnitShape
+from mics.cost.stages import Shares, staged_nbytes
+from mics.layout.compression import LOSSLESS, Compression
 
 _PARAM: Final = 2  # bytes
 _SCORE_SAVED: Final = 5  # bytes of a score
@@ -21,6 +23,11 @@ _SCORE_SAVED: Final = 5  # bytes of a score
 
 MOVED_SHARE: Final = 0.33
 """Of the bytes of 16-bit parameters: how far they moved, at usual learning rates (docs/compression.md)."""
+
+
+def refresh_nbytes(param_nbytes: int, *, lossless: bool) -> float:
+    """Of a new parameter, which ranks compute with in ``param_nbytes``, on its way to a replica."""
+    return param_nbytes * (MOVED_SHARE if lossless and param_nbytes == 2 else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +41,14 @@ class Setting:
     accumulation: int
     activations: Keeping
     wire_nbytes: int = 4
-    """Of a gradient on its way, in both hops."""
+    """Of a gradient on its way, in both hops, where nothing is rounded."""
     state_nbytes: float = ADAM_NBYTES
     """Of the optimizer, for each parameter."""
     over_replicas: bool = True
     state_on_host: bool = False
     """Masters and optimizer state are in host memory between steps."""
-    lossless_refresh: bool = False
-    """New parameters go to the replicas as how far they have moved."""
+    compression: Compression = LOSSLESS
+    """What collectives round, and how new parameters go to the replicas."""
     prefetch: int | None = None
     hierarchical: bool = True
     """Gather in two stages where that pays, as the engine does."""
@@ -69,8 +76,23 @@ class Setting:
 
     def refresh_nbytes(self, param_nbytes: int) -> float:
         """Of a new parameter, which ranks compute with in ``param_nbytes``, on its way to a replica."""
-        moves = self.lossless_refresh and param_nbytes == 2 and not self.state_on_host
-        return param_nbytes * (MOVED_SHARE if moves else 1.0)
+        is_moved = self.compression.refresh == "lossless" and not self.state_on_host
+        return refresh_nbytes(param_nbytes, lossless=is_moved)
+
+    @property
+    def moves_old(self) -> bool:
+        """Whether units that stay get their new values as moves: there are no replicas to have them from."""
+        is_moved = self.refresh_nbytes(self.param_nbytes) < self.param_nbytes
+        is_exact = self.compression.inter_gather is None
+        return is_moved and is_exact and self.num_replicas == 1 and self.partition.num_nodes > 1
+
+    @cached_property
+    def shares(self) -> Shares:
+        return self.shares_of(self.wire_nbytes)
+
+    def shares_of(self, wire_nbytes: int) -> Shares:
+        """Where gradients in hop 1 have other bytes."""
+        return Shares.of(self.compression, param_nbytes=self.param_nbytes, wire_nbytes=wire_nbytes)
 
     @cached_property
     def device(self) -> Device:
@@ -94,7 +116,8 @@ class Setting:
         """Whether units are gathered in two stages: as the engine decides it."""
         if not self.hierarchical or self.partition.num_nodes == 1 or self.partition.on_a_node == 1:
             return False
-        return two_stages_pay(self.cluster, self.partition, self.model.largest_numel * self.param_nbytes)
+        nbytes = self.model.largest_numel * self.param_nbytes
+        return two_stages_pay(self.cluster, self.partition, nbytes, share=self.shares.gather)
 
     @cached_property
     def depth(self) -> int:
@@ -138,6 +161,7 @@ class Setting:
             sizes={index: unit.numel * self.param_nbytes for index, unit in units.items()},
             numels={index: unit.numel for index, unit in units.items()},
             rows=self.tokens,
+            shares=self.shares,
         )
 
     @cached_property
@@ -164,6 +188,17 @@ class Setting:
                 nbytes=self.model.largest_numel * self.wire_nbytes,
                 rows=self.tokens,
                 two_stage=self.two_stage,
+                share=self.shares.reduce,
+            ),
+            keeps_errors=self.compression.keeps_errors,
+            staged_nbytes=staged_nbytes(
+                self.compression,
+                self.partition,
+                self.num_replicas,
+                param_nbytes=self.param_nbytes,
+                wire_nbytes=self.wire_nbytes,
+                two_stage=self.two_stage,
+                whole=not self.over_replicas,
             ),
         )
 
@@ -214,7 +249,12 @@ def partition_sizes(cluster: Cluster) -> list[int]:
 
 
 def fitting_partition(
-    model: ModelShape, cluster: Cluster, *, memory_nbytes: float, state_on_host: bool = False
+    model: ModelShape,
+    cluster: Cluster,
+    *,
+    memory_nbytes: float,
+    state_on_host: bool = False,
+    compression: Compression = LOSSLESS,
 ) -> int | None:
     """The smallest partition size whose fixed terms leave half of the memory to activations."""
     for size in partition_sizes(cluster):
@@ -226,6 +266,7 @@ def fitting_partition(
             accumulation=1,
             activations=Keeping(checkpoint=True),
             state_on_host=state_on_host,
+            compression=compression,
         )
         if setting.need().fixed <= memory_nbytes / 2:
             return size

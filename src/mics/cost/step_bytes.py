@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mics.cost.setting import Setting
+from mics.cost.stages import Shares, hop_2_nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,21 @@ def step_bytes(setting: Setting, *, param_nbytes: int) -> StepBytes:
     backward = [unit.numel for unit in units if unit.kind != "embedding"]
     gathered = setting.accumulation * (forward + sum(backward[:-1]))
     gathered -= (setting.accumulation - 1) * sum(backward[:1])
-    inside, between = (p - 1) / p, (replicas - 1) / replicas
+    between = (replicas - 1) / replicas
     shard = forward / p
+    hop_2 = hop_2_nbytes(setting.compression, setting.wire_nbytes, whole=not setting.over_replicas)
+    shares = Shares.of(setting.compression, param_nbytes=param_nbytes, wire_nbytes=setting.wire_nbytes)
     return StepBytes(
-        gathers=inside * gathered * param_nbytes,
-        hop_1=setting.accumulation * inside * forward * setting.wire_nbytes,
-        hop_2=(1 if setting.over_replicas else 2) * between * shard * setting.wire_nbytes,
+        gathers=_chunks(setting, shares.gather) / p * gathered * param_nbytes,
+        hop_1=setting.accumulation * _chunks(setting, shares.reduce) / p * forward * setting.wire_nbytes,
+        hop_2=between * shard * hop_2,
         refresh=between * shard * setting.refresh_nbytes(param_nbytes) if setting.over_replicas else 0.0,
     )
+
+
+def _chunks(setting: Setting, share: float) -> float:
+    """That a rank sends of a unit inside the partition group. To other nodes only ``share`` of each goes."""
+    num_nodes = setting.partition.num_nodes
+    others = setting.partition_size - 1
+    narrow = 0 if num_nodes == 1 else num_nodes - 1 if setting.two_stage else others
+    return others - narrow + narrow * share

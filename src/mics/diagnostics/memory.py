@@ -142,6 +142,15 @@ def _sharded_terms(engine: Engine) -> Iterator[MemoryTerm]:
         sum(unit.spec.layout.numel * unit.spec.grad_dtype.itemsize for unit in trainable) / size,
         _nbytes(shard for shard in gradients if shard is not None),
     )
+    keeping = [unit for unit in trainable if unit.spec.keeps_errors]
+    if keeping:
+        kept = [engine.shown.of(unit).errors for unit in keeping]
+        yield _on_device(
+            "lost in rounding",
+            f"{_share(size)} of gradients between replicas, sent in later steps",
+            sum(unit.spec.layout.chunk_numel * torch.bfloat16.itemsize for unit in keeping),
+            _nbytes(errors for errors in kept if errors is not None),
+        )
     params = {unit.param_shard.untyped_storage().data_ptr() for unit in stored}
     apart = [unit for unit in trainable if unit.master.untyped_storage().data_ptr() not in params]
     on_host = engine.step.host is not None

@@ -18,30 +18,53 @@ def expected_wire_nbytes(
     units: Sequence[Unit], mesh: MeshCollectives, topology: Topology, *, rank: int
 ) -> int:
     """Bytes on this rank once every unit has been gathered, reduced and updated."""
-    trained = [unit.spec for unit in units if unit.spec.trainable]
+    specs = [unit.spec for unit in units]
+    trained = [spec for spec in specs if spec.trainable]
     nbytes = 0
-    if mesh.over_gloo and mesh.groups.gather.size > 1:
-        nbytes += _in_partition_group(trained, topology, rank)
+    if mesh.groups.gather.size > 1:
+        # A node's ranks bring and add up all blocks, and from node to node go those of one local rank.
+        stages = topology.stages(rank)
+        num_nodes = topology.partition_size if stages is None else len(stages.inter)
+        nbytes += max((_encoded(spec, num_nodes) for spec in specs), default=0)
+        nbytes += _reduced(trained, num_nodes, is_staged=stages is not None, over_gloo=mesh.over_gloo)
     if mesh.groups.replication.size > 1:
         over_replicas = any(unit.share.masters_over_replicas for unit in units)
         nbytes += _between_replicas(trained, mesh, over_replicas=over_replicas)
     return nbytes
 
 
-def _in_partition_group(trained: Sequence[UnitSpec], topology: Topology, rank: int) -> int:
-    stages = topology.stages(rank)
-    reduced = max((spec.layout.numel * spec.reduce_dtype.itemsize for spec in trained), default=0)
-    # A node's ranks add up all blocks, and over the nodes the one that is theirs.
-    return reduced if stages is None else reduced + reduced // len(stages.intra)
+def _encoded(spec: UnitSpec, num_nodes: int) -> int:
+    """Parameters on their way to other nodes."""
+    if not spec.gather.changes(spec.param_dtype):
+        return 0
+    return num_nodes * spec.gather.wire_nbytes(spec.layout.chunk_numel, spec.param_dtype)
+
+
+def _reduced(trained: Sequence[UnitSpec], num_nodes: int, *, is_staged: bool, over_gloo: bool) -> int:
+    inside = between = sent = 0
+    for spec in trained:
+        codec, dtype, layout = spec.hop_1, spec.reduce_dtype, spec.layout
+        whole = num_nodes * codec.wire_nbytes(layout.chunk_numel, dtype)
+        is_encoded = codec.changes(dtype)
+        if over_gloo and is_staged:
+            inside = max(inside, layout.numel * dtype.itemsize)
+        if over_gloo or is_encoded:
+            between = max(between, whole)
+        if is_encoded:
+            sent = max(sent, whole)
+    return inside + between + sent
 
 
 def _between_replicas(trained: Sequence[UnitSpec], mesh: MeshCollectives, *, over_replicas: bool) -> int:
     received = sent = 0
     for spec in trained:
-        numel, wire = spec.layout.chunk_numel, spec.replica_dtype
-        is_narrow = wire.itemsize < spec.grad_dtype.itemsize
-        if is_narrow:
-            sent = max(sent, numel * wire.itemsize)
-        if is_narrow or mesh.over_gloo or (mesh.exchanges_replicas and over_replicas):
-            received = max(received, numel * wire.itemsize)
+        codec, dtype = spec.hop_2, spec.grad_dtype
+        is_encoded = codec.changes(dtype)
+        if is_encoded:
+            sent = max(sent, spec.hop_2_nbytes)
+            if not over_replicas:
+                sums = codec.of_sums.wire_nbytes(spec.layout.piece_numel, dtype)
+                sent = max(sent, spec.layout.num_pieces * sums)
+        if is_encoded or mesh.over_gloo or (mesh.exchanges_replicas and over_replicas):
+            received = max(received, spec.hop_2_nbytes)
     return received + sent

@@ -185,7 +185,7 @@ class Hops:
             buffer.emptied = ticket
         if batch.announced:
             self._crossing += batch.gradients
-            if sum(map(_hop_2_nbytes, self._crossing)) >= self._joining.hop_2_nbytes:
+            if sum(each.unit.spec.hop_2_nbytes for each in self._crossing) >= self._joining.hop_2_nbytes:
                 self._send_crossing()
 
     def _send_crossing(self) -> None:
@@ -308,7 +308,7 @@ def hop_2(gradients: Sequence[UnitGradients]) -> None:
     together: dict[tuple[UnitGroups, Codec], list[UnitGradients]] = {}
     for each in partial_sums:
         if each.unit.groups.replication.size > 1:  # else hop 1 was all there is
-            together.setdefault((each.unit.groups, each.unit.spec.hop_2), []).append(each)
+            together.setdefault((each.unit.groups, each.hop_2), []).append(each)
     for (groups, codec), members in together.items():
         _send_together(members, groups, codec)
 
@@ -326,6 +326,24 @@ def _send_together(gradients: Sequence[UnitGradients], groups: UnitGroups, codec
         each.ticket = ticket
 
 
+def gather_errors(shown: ShownGradients) -> None:
+    """Have what rounding lost on any replica in the errors of the replica whose piece it is of.
+
+    The sum over replicas is all that counts: what is left is as long as the parameters, and can be saved.
+    """
+    for each in shown.with_errors:
+        assert each.errors is not None
+        each.settle()
+        spec, share = each.unit.spec, each.unit.share
+        label = f"what rounding lost of {spec.label}"
+        with torch.inference_mode(False), torch.no_grad():  # lanes are outside that mode
+            wide = each.errors.float()
+            piece = share.piece_of(spec, wide)
+            each.unit.groups.replication.reduce_together([(piece, wide)], label).wait()
+            each.errors.zero_()
+            share.piece_of(spec, each.errors).copy_(piece)
+
+
 def _copy_to(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
     """Copy full gradients to their places in the reduce buffer. On the lane of the reduction."""
     present = [(view, grad) for view, grad in zip(views.params, grads, strict=True) if grad is not None]
@@ -338,8 +356,3 @@ def _copy_to(views: ReduceViews, grads: Sequence[Tensor | None]) -> None:
 
 def _nbytes_of(units: Sequence[Unit]) -> int:
     return sum(unit.spec.layout.chunk_numel * unit.spec.param_dtype.itemsize for unit in units)
-
-
-def _hop_2_nbytes(gradients: UnitGradients) -> int:
-    spec = gradients.unit.spec
-    return spec.layout.chunk_numel * spec.replica_dtype.itemsize

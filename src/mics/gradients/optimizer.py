@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import unwrap
@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.nn as nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -58,7 +59,8 @@ class _Place:
 
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # sharded parameter -> _Place
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter from before sharding -> its name
+# Parameter that no longer is the model's, or a copy of one -> its name.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _in_place: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether its state is contiguous
 load_listeners: list[Callable[[Optimizer], None]] = []  # told of optimizers over sharded parameters
 _Members = list[tuple[ref[Step], list[tuple[ref[Unit], int]]]]
@@ -87,6 +89,12 @@ def register_params(step: Step) -> None:
         for index, (old, shard) in enumerate(zip(unit.spec.refs, unit.shards, strict=True)):
             _replaced[old.param] = old.name
             _places[shard] = _Place(ref(step), ref(unit), index)
+
+
+def refuse_copies(unit: Unit, copies: Iterable[nn.Parameter]) -> None:
+    """Have steps of optimizers over ``copies`` of the unit's parameters raise."""
+    for found, copy in zip(unit.spec.refs, copies, strict=True):
+        _replaced[copy] = found.name
 
 
 @run_plainly
@@ -338,8 +346,9 @@ def _find_members(optimizer: Optimizer) -> dict[Step, list[tuple[Unit, int]]]:
             if param in _replaced:
                 raise SettingsError(
                     f"{type(optimizer).__name__}: expected parameters of the sharded model, found "
-                    f"{_replaced[param]!r} as it was before mics.shard(), so this step would change nothing; "
-                    "build the optimizer from model.parameters() after mics.shard(model)"
+                    f"{_replaced[param]!r} as it was before mics.shard() or while unsharded, so this step "
+                    "would change nothing; build the optimizer from model.parameters() after "
+                    "mics.shard(model)"
                 )
             place = _places.get(param)
             step, unit = (None, None) if place is None else (place.step(), place.unit())

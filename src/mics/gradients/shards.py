@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from mics.comm.codec import Codec
 from mics.comm.lanes import DONE, Ticket
+from mics.comm.quantized import WithErrors
 from mics.errors import MicsError
 from mics.guard import plainly
 from mics.sharding.contiguous import Reserved
@@ -30,13 +33,15 @@ class GradState(enum.Enum):
 class UnitGradients:
     """The sums of one unit's gradients on this rank."""
 
-    def __init__(self, unit: Unit, memory: Reserved) -> None:
+    def __init__(self, unit: Unit, memory: Reserved, errors: Reserved | None = None) -> None:
+        """``errors``: memory for what rounding in hop 2 loses, if that is kept."""
         self.unit = unit
         self.state = GradState.EMPTY
         self.divisor: float = unit.groups.divisor  # of the sum over all ranks
         self.used = [False] * len(unit.spec.refs)  # parameters with a gradient on this rank since zero_grad
         self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
         self._memory = memory
+        self._errors = errors
         self._shard: Tensor | None = None  # [chunk_numel], made when it is first needed
         self._own: Tensor | None = None  # the part of it that the masters cover
         self._views: list[Tensor] = []  # of that part, for each of the unit's shards
@@ -83,6 +88,20 @@ class UnitGradients:
         """The piece of the reduced gradient that no other rank counts: norms add these up."""
         assert self.state is GradState.REDUCED and self._shard is not None
         return self._piece_of(self._shard)
+
+    # -- hop 2 --------------------------------------------------------------------------------------
+
+    @cached_property
+    def errors(self) -> Tensor | None:
+        """What rounding in hop 2 has lost so far, and later steps send: bfloat16 [chunk_numel]."""
+        with torch.inference_mode(False):  # a memory report may be the first to ask
+            return None if self._errors is None else self._errors.tensor()
+
+    @cached_property
+    def hop_2(self) -> Codec:
+        """What is sent to the other replicas."""
+        codec = self.unit.spec.hop_2
+        return codec if self.errors is None else WithErrors(codec, self.errors)
 
     # -- values -------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 from weakref import ref
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -25,12 +26,8 @@ class ShownGradients:
 
     def __init__(self, units: Sequence[Unit], *, owner: ShardOwner, memory: Contiguous) -> None:
         self.owner = owner
-        self._gradients = {
-            unit.spec.index: UnitGradients(
-                unit, memory.reserve(unit.spec.grad_dtype, unit.spec.layout.chunk_numel)
-            )
-            for unit in units
-        }
+        errors = Contiguous(owner.device)
+        self._gradients = {unit.spec.index: _gradients_of(unit, memory, errors) for unit in units}
         self._guards: dict[int, list[ShardGrad]] = {}  # by unit index
         # What an optimizer at work sees in place of guarded gradients; None where it should see nothing.
         self._plain: list[tuple[Unit, int, Tensor | None]] = []
@@ -39,6 +36,17 @@ class ShownGradients:
     def of(self, unit: Unit) -> UnitGradients:
         """The gradients of ``unit``."""
         return self._gradients[unit.spec.index]
+
+    @property
+    def with_errors(self) -> list[UnitGradients]:
+        """Those of which ranks keep what rounding in hop 2 loses."""
+        return [each for each in self._gradients.values() if each.errors is not None]
+
+    def forget_errors(self) -> None:
+        """Start with nothing that rounding has lost."""
+        for each in self.with_errors:
+            each.settle()
+            each.errors.zero_()  # type: ignore[union-attr]
 
     # -- the user's -----------------------------------------------------------------------------------
 
@@ -171,3 +179,9 @@ def _check_assigned(layout: Layout, value: ShardTensor) -> None:
             f"{value.shard_layout.label} that holds others; assign p.grad from that parameter's "
             f"own gradient"
         )
+
+
+def _gradients_of(unit: Unit, memory: Contiguous, errors: Contiguous) -> UnitGradients:
+    spec, numel = unit.spec, unit.spec.layout.chunk_numel
+    lost = errors.reserve(torch.bfloat16, numel) if spec.keeps_errors else None
+    return UnitGradients(unit, memory.reserve(spec.grad_dtype, numel), lost)

@@ -19,6 +19,7 @@ from mics.gradients.shown import ShownGradients
 from mics.guard import plainly
 from mics.layout.order import Plans
 from mics.schedule.events import Event, Events, Progress, What
+from mics.sharding.float8 import scale_together
 from mics.sharding.refresh import MovedValues, refresh_together
 from mics.sharding.unit import Unit
 
@@ -107,6 +108,7 @@ class Step:
         units = self.in_forward_order(members)
         self._events.tell(Event(What.STEP_ENDS, units=units))
         if not self._refreshed:
+            scale_together(units)
             if self.moved is not None:
                 self.moved.begin(units)
             send = refresh_together if self.moved is None else self.moved.send

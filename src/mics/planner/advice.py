@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Final
 
 from mics.cost.clusters import PRESETS
 from mics.cost.gpus import formats_of
 from mics.cost.memory import ADAM_NBYTES
 from mics.cost.setting import Setting
+from mics.layout.compression import LOSSLESS, UNCOMPRESSED, Compression
 from mics.planner.search import Choice
 from mics.utils.numbers import plural
 
@@ -35,11 +38,13 @@ def advice(choice: Choice) -> str:
     lines += ["", *_call("mics.shard", ["model", *_arguments(setting)])]
     lines.append(f"optimizer = {'AdamW8bit' if is_narrow else 'torch.optim.AdamW'}(model.parameters())")
     if scales:
+        gpu = setting.cluster.gpu.upper()
+        lines.append(f"# A {gpu} has no bfloat16: train in float16, with a GradScaler.")
         lines.append("scaler = torch.amp.GradScaler(next(model.parameters()).device.type)")
     shape = f"[{setting.micro_batch}, {setting.model.seq_len}]"
     lines += [
         f"# {plural(setting.accumulation, 'gradient accumulation step')}, "
-        f"{plural(setting.micro_batch, 'sequence')} per GPU in each:",
+        f"{plural(setting.micro_batch, 'sequence')} per {setting.cluster.rank_word} in each:",
         f"for batches in steps:  # {plural(setting.accumulation, 'pair')} of tokens and targets {shape}",
     ]
     lines.append("    for tokens, targets in mics.microsteps(model, batches):")
@@ -78,8 +83,8 @@ def _arguments(setting: Setting) -> list[str]:
         found.append('optimizer_sharding="partition"')
     if setting.state_on_host:
         found.append('optimizer_state="host"')
-    if setting.lossless_refresh:
-        found.append('compression=mics.Compression(refresh="lossless")')
+    if setting.compression != LOSSLESS:
+        found.append(f"compression={_compression(setting.compression)}")
     if setting.prefetch is not None:
         found.append(f"prefetch={setting.prefetch}")
     return found
@@ -90,8 +95,21 @@ def _precision(setting: Setting) -> list[str]:
     name = f"torch.{_format(setting)}"
     fields = [] if name == "torch.bfloat16" else [f"param_dtype={name}"]
     if setting.wire_nbytes == 2:
-        fields += [f"reduce_dtype={name}", f"replica_reduce_dtype={name}"]
+        fields.append(f"reduce_dtype={name}")
+        fields += [f"replica_reduce_dtype={name}"] if setting.compression.hop2 is None else []
     return ["precision=" + "\n".join(_call("mics.Precision", fields, indent=4))] if fields else []
+
+
+def _compression(compression: Compression) -> str:
+    """What is not the default of ``mics.Compression``."""
+    if compression == UNCOMPRESSED:
+        return "None"
+    changed = [
+        f"{name}={json.dumps(value) if isinstance(value, str) else value}"
+        for name, value in asdict(compression).items()
+        if value != getattr(LOSSLESS, name)
+    ]
+    return "\n".join(_call("mics.Compression", changed, indent=4))
 
 
 def _call(name: str, arguments: list[str], *, indent: int = 0) -> list[str]:

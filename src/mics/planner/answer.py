@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from mics.cost.clusters import Cluster
@@ -170,10 +170,11 @@ def _too_large(found: Found) -> str:
     lack = nearest(found.too_large.values())
     size = next(size for size, each in found.too_large.items() if each is lack)
     host = " of host memory" if lack.what == "host memory" else ""
+    each = request.cluster.rank_word
     return (
         f"{request.model.name} does not fit on {request.cluster.num_nodes} x {request.cluster.name}: "
-        f"expected at most {memory(lack.limit)}{host} per GPU, found {memory(lack.needed)} with "
-        f"partition size {size} and one sequence per GPU; {_what_would_do(request, lack)}"
+        f"expected at most {memory(lack.limit)}{host} per {each}, found {memory(lack.needed)} with "
+        f"partition size {size} and one sequence per {each}; {_what_would_do(request, lack)}"
     )
 
 
@@ -189,8 +190,9 @@ def _what_would_do(request: Request, lack: Shortage) -> str:
         return "no number of such nodes would do, because of offloaded activations: shorten --seq"
     term, nbytes = largest_term(request)
     shorter = term in ("activations", "logits or workspace")
-    return f"no number of such nodes would do, because {memory(nbytes)} of it are {term}: " + (
-        "shorten --seq" if shorter else "make units finer"
+    return (
+        f"no number of such nodes would do, because {memory(nbytes)} are {term} however many there are: "
+        f"{'shorten --seq' if shorter else 'make units finer'}"
     )
 
 
@@ -233,7 +235,7 @@ def _system(name: str, choice: Choice) -> dict[str, Any]:
         "prefetch",
         "optimizer_sharding",
         "optimizer_state",
-        "lossless_refresh",
+        "compression",
     )
     return {"about": SYSTEMS[name].about} | {
         key: value for key, value in _choice(choice).items() if key not in left_out
@@ -263,7 +265,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "activations": str(setting.activations),
         "optimizer_sharding": "world" if setting.over_replicas else "partition",
         "optimizer_state": "host" if setting.state_on_host else "device",
-        "lossless_refresh": setting.lossless_refresh,
+        "compression": asdict(setting.compression),
         "two_stage": setting.two_stage,
         "prefetch": setting.depth,
         "units_of_a_block": setting.model.parts,

@@ -16,23 +16,25 @@ from rich.console import Console
 
 from mics.cost.clusters import PRESETS, Cluster, assumed_between_nodes
 from mics.cost.constants import Kernels
+from mics.cost.gpus import formats_of
 from mics.cost.memory import ADAM_8BIT_NBYTES, ADAM_NBYTES
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
 from mics.errors import SettingsError
+from mics.layout.compression import Compression, Hop2
 from mics.models.descriptions import describe_model
 from mics.models.huggingface import refuse_kind
 from mics.planner.answer import Answer, answer, as_dict, complete, num_stages
 from mics.planner.goodput import Faults
 from mics.planner.hardware import planned_cluster
-from mics.planner.run_file import write_run_file
+from mics.planner.run_file import doubts_about_data, write_run_file
 from mics.planner.search import MAX_NODES, Request, divided_batch, nearest, search
 from mics.planner.sweep import Size, Sweep, sweep_as_dict
 from mics.planner.text import show, show_sweep
 from mics.utils.command_line import parse
 from mics.utils.extras import require
 from mics.utils.global_batch import AskedBatch, GlobalBatch
-from mics.utils.numbers import TokenCount, count
+from mics.utils.numbers import TokenCount
 from mics.utils.progress import long_work
 
 _MODELS = (
@@ -42,7 +44,6 @@ _MODELS = (
 _CLUSTERS = f"NAME:NODES or FILE.yaml:NODES (NAME alone with --nodes); names: {', '.join(PRESETS)}"
 
 
-_MAX_BATCH_TOKENS = 10**10
 _BOUNDS = {
     "nodes": (1, MAX_NODES),
     "seq": (1, 10**9),
@@ -65,7 +66,8 @@ class PlanOutput:
     html: Path | None = None
     """Also write a page with pictures to this file."""
     write: Path | None = None
-    """Also write the best setting to this file, for mics train --config; an existing file is replaced."""
+    """Also write the best setting to this file, for mics train --config; an existing file is replaced. It has
+    steps: 1000 unless --tokens says how many."""
     data: tuple[Path, ...] = ()
     """With --write: folders that mics data has prepared, to be named in the file; unset: data."""
 
@@ -88,14 +90,22 @@ class PlanConfig:
     """Tokens per optimizer step, over all GPUs (1M, 4e6, 4_000_000): rounded to as many sequences per GPU."""
     seq: int | None = None
     """Tokens per sequence; unset: the model's usual length."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of gradients in communication."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of gradients in communication; fp16 on a V100, which has no bf16."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """Whose state is kept: AdamW in float32, or torchao's or bitsandbytes' AdamW8bit."""
     optimizer_state: Literal["device", "host"] = "device"
     """Where masters and optimizer state are between steps; host: 12 bytes per parameter less on the GPU."""
-    lossless_refresh: bool = False
+    lossless_refresh: bool = True
     """Send new parameters to the replicas as how far they have moved."""
+    hop2: Hop2 | None = None
+    """Round gradients between replicas to this format."""
+    hop2_error_feedback: bool = True
+    """With --hop2: keep what rounding loses, 2 bytes per element of the shard, and send it in later steps."""
+    inter_gather: Literal["int8"] | None = None
+    """Round parameters that a partition group sends from node to node."""
+    inter_reduce: Literal["int8"] | None = None
+    """Round gradients that a partition group sends from node to node."""
     kernels: Kernels = "current"
     """Whose kernels compute. 2022: unfused attention and slower matrices, as in the published results."""
     memory_gib: float | None = None
@@ -131,6 +141,12 @@ class PlanConfig:
             raise SettingsError(
                 "--write: expected one number of nodes, found --nodes; give them in --cluster NAME:NODES"
             )
+        if ":" in self.cluster and self.nodes:
+            numbers = " ".join(map(str, self.nodes))
+            raise SettingsError(
+                f"--cluster, --nodes: expected one number of nodes, found {self.cluster} and {numbers}; "
+                f"say --cluster {self.cluster.partition(':')[0]}"
+            )
         if self.optimizer_state == "host" and self.optimizer != "adamw":
             raise SettingsError(
                 f"--optimizer-state: expected device with --optimizer {self.optimizer}, found host; leave "
@@ -154,6 +170,16 @@ class PlanConfig:
         return AskedBatch(sequences=self.global_batch, tokens=self.global_batch_tokens)
 
     @property
+    def compression(self) -> Compression:
+        return Compression(
+            refresh="lossless" if self.lossless_refresh else None,
+            hop2=self.hop2,
+            hop2_error_feedback=self.hop2_error_feedback,
+            inter_gather=self.inter_gather,
+            inter_reduce=self.inter_reduce,
+        )
+
+    @property
     def faults(self) -> Faults | None:
         if self.node_mtbf_hours is None:
             return None
@@ -173,6 +199,7 @@ def plan(args: Sequence[str]) -> int:
             require("plot", "--html")
         model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
         _check_sizes(config, model, cluster)
+        _check_formats(config, cluster)
         _say_what_is_assumed(config, cluster)
         if config.output.write is not None:
             _check_trainable(config)
@@ -185,6 +212,8 @@ def plan(args: Sequence[str]) -> int:
                 config.output.write, found, model=config.model, data=config.output.data, command=command
             )
             print(f"written: {config.output.write}", file=sys.stderr)
+            for doubt in doubts_about_data(config.output.data, describe_model(config.model)):
+                print(f"mics plan: warning: {doubt}", file=sys.stderr)
         return _publish(found, config)
     except SettingsError as error:
         print(f"mics plan: {error}", file=sys.stderr)
@@ -205,16 +234,18 @@ def _check_sizes(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Non
         raise SettingsError(
             f"--cluster {config.cluster!r}: expected at most {MAX_NODES:,} nodes, found {cluster.num_nodes:,}"
         )
-    most = _MAX_BATCH_TOKENS // model.seq_len
-    if config.global_batch is not None and config.global_batch > most:
+    config.batch.check_size(model.seq_len)
+
+
+def _check_formats(config: PlanConfig, cluster: Cluster) -> None:
+    """Raise if gradients are to be sent in a format other than the one that the GPUs train in."""
+    usual = {"bfloat16": "bf16", "float16": "fp16"}[formats_of(cluster.gpu)[0]]
+    if config.reduce_dtype not in ("fp32", usual):
+        why = "has no bfloat16" if usual == "fp16" else "trains in bfloat16"
+        gpu = cluster.gpu.partition("-")[0].upper() or "GPU"
         raise SettingsError(
-            f"--global-batch: expected at most {most:,} sequences of {model.seq_len:,} "
-            f"({count(_MAX_BATCH_TOKENS)} tokens per step), found {config.global_batch:,}; check its unit"
-        )
-    if config.global_batch_tokens is not None and config.global_batch_tokens > _MAX_BATCH_TOKENS:
-        raise SettingsError(
-            f"--global-batch-tokens: expected at most {count(_MAX_BATCH_TOKENS)} tokens per step, found "
-            f"{config.global_batch_tokens:,}; check its unit"
+            f"--reduce-dtype: expected fp32 or {usual} on {cluster.name}, whose {gpu} {why}, found "
+            f"{config.reduce_dtype}; say {usual}"
         )
 
 
@@ -239,12 +270,12 @@ def _request(
         cluster=cluster,
         global_batch=batch.num_sequences,
         asked_tokens=batch.asked_tokens,
-        wire_nbytes=2 if config.reduce_dtype == "bf16" else 4,
+        wire_nbytes=4 if config.reduce_dtype == "fp32" else 2,
         state_nbytes=ADAM_8BIT_NBYTES if config.optimizer == "adamw8bit" else ADAM_NBYTES,
         memory_nbytes=None if config.memory_gib is None else config.memory_gib * 2**30,
         kernels=config.kernels,
         state_on_host=config.optimizer_state == "host",
-        lossless_refresh=config.lossless_refresh,
+        compression=config.compression,
     )
 
 

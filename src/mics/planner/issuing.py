@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from mics.cost.collectives import Kind
 from mics.cost.memory import NUM_STAGED
-from mics.cost.setting import Setting
+from mics.cost.setting import MOVED_SHARE, Setting
 from mics.cost.shapes import UnitShape
+from mics.cost.stages import Stage
 from mics.layout.order import staying_units
 from mics.planner.host_copies import BlockingCopies, HostCopies
 from mics.planner.simulate import Program, Task
@@ -109,8 +110,8 @@ class Issuer:
                 window = self.program.compute("host", style.host_seconds)
             after = [window, self.refreshed.get(index)]
             nbytes = self.setting.param_nbytes * unit.numel / style.num_pieces
-            for link, price in self.costs.moves(Kind.ALL_GATHER, nbytes):
-                found = self.program.transfer(f"gather {link}", f"gather {unit.name}", price, [*after, found])
+            for stage in self.costs.moves(Kind.ALL_GATHER, nbytes, self.setting.shares.gather):
+                found = self._transfer(f"gather {stage.link}", f"gather {unit.name}", stage, [*after, found])
         return found
 
     def _copy_seconds(self, unit: UnitShape, is_backward: bool) -> float:
@@ -126,20 +127,33 @@ class Issuer:
         if self.alone or self.in_bucket == 0 or (self.in_bucket < self.bucket_numel and not is_first):
             return task
         done = task
-        nbytes = (self.style.hop_1_nbytes or self.setting.wire_nbytes) * self.in_bucket
+        wire_nbytes = self.style.hop_1_nbytes or self.setting.wire_nbytes
+        share = self.setting.shares_of(wire_nbytes).reduce
+        nbytes = wire_nbytes * self.in_bucket / self.style.num_pieces
         self.in_bucket = 0
         for _ in range(self.style.num_pieces):
-            for link, price in self.costs.moves(Kind.REDUCE_SCATTER, nbytes / self.style.num_pieces):
-                done = self.program.transfer(f"reduce {link}", f"reduce {unit.name}", price, [done])
+            for stage in self.costs.moves(Kind.REDUCE_SCATTER, nbytes, share):
+                done = self._transfer(f"reduce {stage.link}", f"reduce {unit.name}", stage, [done])
         return done
 
     def _hop2(self, unit: UnitShape, after: Task) -> Task:
         setting = self.setting
         if setting.num_replicas == 1 or unit.numel == 0:
             return after
-        kind = Kind.REDUCE_SCATTER if self.spreads_masters else Kind.ALL_REDUCE
-        price = self.costs.replica_cost(kind, setting.wire_nbytes * unit.numel / setting.partition_size)
-        return self.program.transfer("replicas", f"hop 2 of {unit.name}", price, [after])
+        done = after
+        for stage in self.costs.hop_2(unit, whole=not self.spreads_masters):
+            done = self._transfer("replicas", f"hop 2 of {unit.name}", stage, [done])
+        return done
+
+    def _transfer(self, stream: str, name: str, stage: Stage, after: Sequence[Task | None]) -> Task:
+        """A collective, between the kernels that round what leaves and read what came."""
+        program = self.program
+        if stage.encode_seconds:
+            after = [program.beside(stream, f"encode {name}", stage.encode_seconds, after)]
+        found = program.transfer(stream, name, stage.cost, after)
+        if stage.decode_seconds:
+            found = program.beside(stream, f"decode {name}", stage.decode_seconds, [found])
+        return found
 
     def _boundary(self, reduced: Sequence[Task]) -> None:
         setting, style = self.setting, self.style
@@ -157,6 +171,8 @@ class Issuer:
             self._refresh_all(update)
         for index, unit in enumerate(self.units):
             self._refresh(index, unit, update)
+        for index in sorted(self.staying) if setting.moves_old else ():
+            self._move_old(index, update)
 
     def _update_from_host(self, after: Sequence[Task], owners: int) -> None:
         """Unit by unit: its state comes from the host, and goes back while the next is updated."""
@@ -180,9 +196,17 @@ class Issuer:
         """New parameters of a unit for the other replicas."""
         setting = self.setting
         if unit.numel and self.spreads_masters and setting.num_replicas > 1:
-            nbytes = setting.refresh_nbytes(setting.param_nbytes) * unit.numel / setting.partition_size
-            price = self.costs.replica_cost(Kind.ALL_GATHER, nbytes)
+            price = self.costs.refresh(unit)
             self.refreshed[index] = self.program.transfer("replicas", f"new {unit.name}", price, [update])
+
+    def _move_old(self, index: int, update: Task) -> None:
+        """New parameters of a unit that stays, from node to node as moves: it is not gathered again."""
+        unit, found = self.units[index], update
+        nbytes = MOVED_SHARE * self.setting.param_nbytes * unit.numel
+        for stage in self.costs.moves(Kind.ALL_GATHER, nbytes):
+            found = self._transfer(f"gather {stage.link}", f"moves of {unit.name}", stage, [found])
+        self.refreshed[index] = found
+        self.kept.add(index)
 
     def _refresh_all(self, update: Task) -> None:
         """New parameters, bucket by bucket; the next forward begins with the last of them."""
@@ -190,6 +214,6 @@ class Issuer:
         while left:
             numel = min(left, self.bucket_numel or left)
             left -= numel
-            for link, price in self.costs.moves(Kind.ALL_GATHER, self.setting.param_nbytes * numel):
-                found = self.program.transfer(f"gather {link}", "new parameters", price, [found])
+            for stage in self.costs.moves(Kind.ALL_GATHER, self.setting.param_nbytes * numel):
+                found = self.program.transfer(f"gather {stage.link}", "new parameters", stage.cost, [found])
         self.computed.append(self.program.compute("wait", 0.0, [found]))

@@ -26,6 +26,8 @@ _TERMS: Final = (
     "reduce-scatter",
     "host copy",
     "refresh",
+    "recomputation",
+    "other",
 )
 """Colours of the terms of memory: neighbours differ."""
 _LANES: Final = {
@@ -41,7 +43,8 @@ _ROLES: Final = {"gather": "all-gather", "reduce": "reduce-scatter", "hop": "hop
 def draw_memory(axes: Axes, found: Answer, theme: Theme) -> None:
     """Terms from left to right, and how much there is."""
     left = 0.0
-    for (name, nbytes), role in zip(found.best.memory.on_device().items(), _TERMS, strict=True):
+    terms = found.best.memory.on_device()
+    for (name, nbytes), role in zip(terms.items(), _TERMS[: len(terms)], strict=True):
         axes.barh(0, nbytes / GIB, left=left, color=theme[role], label=f"{name} {in_gib(nbytes)}", height=1.0)
         left += nbytes / GIB
     limit = found.found.request.limit

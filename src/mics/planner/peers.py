@@ -12,7 +12,8 @@ from mics.utils.numbers import fixed, in_gib, times
 TITLE: Final = "systems, each at the setting that is best for it"
 HEADS: Final = ("system", "best setting", "s/step", "times", "GiB", "same setting")
 KEY: Final = (
-    "times: of our step; same setting: our micro-batch, activations and p, which may not be best for it"
+    "times: of our step; same setting: our micro-batch and activations, which may not be best for it, and "
+    "our p for hsdp (the others span all GPUs)"
 )
 
 

@@ -1,12 +1,14 @@
 """A choice as a settings file: ``mics plan --write run.yaml``, then ``mics train --config run.yaml``.
 
-``mics.train`` stands above this package: the names of its settings are written here as text, and a test reads
-the file with them.
+``mics.train`` and ``mics.data`` stand above this package: the names of settings, and what an index of shards
+is called, are written here as text. A test reads the file with them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,11 +16,14 @@ from mics.cost.clusters import PRESETS
 from mics.cost.gpus import formats_of
 from mics.cost.setting import Setting
 from mics.errors import SettingsError
+from mics.layout.compression import LOSSLESS, Compression
+from mics.models.descriptions import ModelDescription
 from mics.planner.answer import Answer
 from mics.planner.text import result
 from mics.utils.numbers import count, in_gib, plural
 
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16"}
+_INDEX_FILE: Final = "index.json"
 _USUAL_STEPS: Final = 1000  # where nobody says how many tokens there are
 _USUAL_INTERVAL: Final = 100  # steps, and ten checkpoints in a short run
 
@@ -33,6 +38,26 @@ def write_run_file(path: Path, found: Answer, *, model: str, data: Sequence[Path
         ) from None
 
 
+def doubts_about_data(folders: Sequence[Path], model: ModelDescription) -> Iterator[str]:
+    """What mics train would refuse in the data, if it is here: a plan may be made elsewhere."""
+    for folder in folders:
+        try:
+            size = int(json.loads((folder / _INDEX_FILE).read_text())["vocab_size"])
+        except FileNotFoundError:
+            yield (
+                f"--data {folder}: expected a folder that mics data prepare has made, found no {_INDEX_FILE} "
+                "there; mics train needs one under this path"
+            )
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            yield f"--data {folder}: expected the index of mics data prepare, found: {error}"
+        else:
+            if 0 < model.vocab_size < size:
+                yield (
+                    f"--data {folder}: expected a vocabulary of at most the {model.vocab_size:,} tokens of "
+                    f"{model.title}, found {size:,}; {model.way_to_more_tokens}"
+                )
+
+
 def run_file(found: Answer, *, model: str, data: Sequence[Path], command: str) -> str:
     """The text of the file: what the plan decided, with what it expects in comments."""
     best, setting = found.best, found.best.setting
@@ -40,9 +65,9 @@ def run_file(found: Answer, *, model: str, data: Sequence[Path], command: str) -
         f"Written by: {command}",
         f"{setting.model.name}, {count(setting.model.num_parameters)} parameters, on "
         f"{plural(setting.cluster.num_nodes, 'node')} of {setting.cluster.name} "
-        f"({plural(setting.cluster.world_size, 'GPU')})",
+        f"({plural(setting.cluster.world_size, setting.cluster.rank_word)})",
         f"Expected: {result(best)}",
-        f"Expected: {in_gib(best.memory.peak)} GiB per GPU at the peak",
+        f"Expected: {in_gib(best.memory.peak)} GiB per {setting.cluster.rank_word} at the peak",
         "Before training: mics doctor --config FILE, mics train --config FILE --dry-run",
     ]
     lines = [f"# {line}" for line in heading]
@@ -78,20 +103,29 @@ def _sharding(setting: Setting) -> dict[str, Any]:
     }
     if setting.state_on_host:
         found["optimizer_state"] = "host"
-    if setting.lossless_refresh:
-        found["lossless_refresh"] = True
+    found |= _compression(setting.compression)
     if setting.cluster.name in PRESETS:
         found["cluster"] = setting.cluster.name
     short = _SHORT[formats_of(setting.cluster.gpu)[0]]
     if setting.cluster.gpu:
         found["param_dtype"] = short
     if setting.wire_nbytes == 2:
-        found |= {"reduce_dtype": short, "replica_reduce_dtype": short}
+        found["reduce_dtype"] = short
+        if setting.compression.hop2 is None:
+            found["replica_reduce_dtype"] = short
     if setting.model.parts > 1:
         found["units"] = "parts"
     if setting.prefetch is not None:
         found["prefetch"] = setting.prefetch
     return found
+
+
+def _compression(compression: Compression) -> dict[str, Any]:
+    """What is not the default."""
+    found = asdict(compression)
+    found["lossless_refresh"] = found.pop("refresh") == "lossless"
+    usual = asdict(LOSSLESS) | {"lossless_refresh": True}
+    return {name: value for name, value in found.items() if value != usual[name]}
 
 
 def _interval(found: Answer, steps: int) -> int:

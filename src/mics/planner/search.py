@@ -13,6 +13,7 @@ from mics.cost.constants import Kernels
 from mics.cost.memory import ADAM_NBYTES, USABLE, Keeping, Terms
 from mics.cost.setting import Setting, partition_sizes
 from mics.cost.shapes import ModelShape
+from mics.layout.compression import LOSSLESS, Compression
 from mics.planner.step_costs import whole_masters_pay
 from mics.planner.systems import SYSTEMS, Prediction, compute_floor, predict, predict_quickly
 from mics.utils.global_batch import AskedBatch, GlobalBatch
@@ -27,6 +28,7 @@ _SPLITS: Final = (1, 3)
 """Units of a block: one, or its attention and both matrices of its MLP."""
 _GROWS: Final = ("parameters", "masters", "optimizer state", "activations")
 """Terms that more rows do not make smaller."""
+_LIMITING: Final = 0.1  # of a step, that waits for a link
 _AS_FAST: Final = 0.02  # a simulated step is no more exact than that
 _MAX_SIZES: Final = 8  # beyond a node
 MAX_NODES: Final = 1 << 17
@@ -75,7 +77,7 @@ class Request:
     """Of one device; None: the cluster's."""
     kernels: Kernels = "current"
     state_on_host: bool = False
-    lossless_refresh: bool = False
+    compression: Compression = LOSSLESS
 
     def __post_init__(self) -> None:
         divided_batch(AskedBatch(sequences=self.global_batch), self.model, self.cluster)
@@ -213,7 +215,7 @@ def _settings(
             prefetch=prefetch,
             fused=request.kernels == "current",
             state_on_host=request.state_on_host,
-            lossless_refresh=request.lossless_refresh,
+            compression=request.compression,
         )
 
 
@@ -346,11 +348,10 @@ def _thinned(sizes: list[int], node: int) -> list[int]:
 
 
 def limit_of(prediction: Prediction) -> str:
-    """What the step's time is mostly lost to."""
+    """What the step's time is mostly lost to; computation, unless a tenth of it waits for a link."""
     step = prediction.step_seconds
-    lost = {link: seconds / step for link, seconds in prediction.exposed_seconds.items()}
-    worst = max(lost, key=lambda link: lost[link])
-    if lost[worst] < 0.03:
+    worst, share = prediction.worst_wait
+    if share < _LIMITING:
         return "compute"
     if worst != "inter":
         return "intra bandwidth" if worst == "intra" else "host bandwidth"
@@ -384,8 +385,8 @@ def smallest_cluster(request: Request) -> Request | None:
 
 
 def largest_term(request: Request) -> tuple[str, float]:
-    """Of the setting that needs least on all GPUs: what takes most of it."""
+    """What takes most of the memory where nothing more can be divided: on as many nodes as there may be."""
     parts, prefetch = _ways("mics")[-1]
-    size = request.cluster.world_size
-    leanest = next(_settings(request, size, parts, prefetch, _POLICIES[-1], [1]))
+    largest = request.on(MAX_NODES)
+    leanest = next(_settings(largest, largest.cluster.world_size, parts, prefetch, _POLICIES[-1], [1]))
     return max(leanest.memory().on_device().items(), key=lambda item: item[1])

@@ -62,6 +62,10 @@ class Program:
         found = [task for task in after if task is not None]
         return self._add(Task(stream, name, cost.seconds, links, found))
 
+    def beside(self, stream: str, name: str, seconds: float, after: Sequence[Task | None] = ()) -> Task:
+        """A kernel on a collective's stream, beside the computation."""
+        return self._add(Task(stream, name, seconds, (), [task for task in after if task is not None]))
+
     def copy(self, link: str, name: str, seconds: float, after: Sequence[Task | None] = ()) -> Task:
         """To the host or from it, each on a stream of its own."""
         found = [task for task in after if task is not None]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from mics.cost.auto import Turn, exchange_pays, stage_costs
+from functools import cached_property
+
+from mics.cost.auto import Turn, exchange_pays
 from mics.cost.collectives import Cost, Kind, cost
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES
 from mics.cost.setting import Setting
 from mics.cost.shapes import UnitShape
+from mics.cost.stages import Stage, hop_2_stages, move_stages
 
 
 class StepCosts:
@@ -15,7 +18,8 @@ class StepCosts:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._forwards: dict[tuple[str, int], float] = {}  # by kind and size of the unit
-        self._moves: dict[tuple[Kind, int], list[tuple[str, Cost]]] = {}
+        self._moves: dict[tuple[Kind, int, float], list[Stage]] = {}
+        self._hop_2: dict[tuple[int, bool], list[Stage]] = {}
 
     def forward_seconds(self, unit: UnitShape) -> float:
         key = unit.kind, unit.numel
@@ -44,28 +48,50 @@ class StepCosts:
         nbytes = unit.numel * (masters + ADAM_NBYTES) / setting.division.num_owners
         return nbytes / setting.cluster.host_bandwidth
 
-    def moves(self, kind: Kind, nbytes: float) -> list[tuple[str, Cost]]:
-        """A gather or a reduction inside the partition group, by stage: (link, cost)."""
-        key = kind, int(nbytes)
+    def moves(self, kind: Kind, nbytes: float, share: float = 1.0) -> list[Stage]:
+        """A gather or a reduction inside the partition group. ``share``: as in ``move_seconds``."""
+        key = kind, int(nbytes), share
         if key not in self._moves:
-            self._moves[key] = self._move(*key)
+            setting = self._setting
+            self._moves[key] = move_stages(
+                setting.cluster,
+                kind,
+                setting.partition,
+                int(nbytes),
+                two_stage=setting.two_stage,
+                share=share,
+            )
         return self._moves[key]
 
-    def _move(self, kind: Kind, nbytes: int) -> list[tuple[str, Cost]]:
-        setting = self._setting
-        if not setting.two_stage:
-            return [("", cost(setting.cluster, kind, setting.partition, nbytes))]
-        inter, intra = stage_costs(setting.cluster, kind, setting.partition, nbytes)
-        stages = [("inter", inter), ("intra", intra)]
-        return stages if kind is Kind.ALL_GATHER else stages[::-1]
+    def hop_2(self, unit: UnitShape, *, whole: bool) -> list[Stage]:
+        """A unit's gradients across replicas. ``whole``: each needs all of them."""
+        key = unit.numel, whole
+        if key not in self._hop_2:
+            setting = self._setting
+            self._hop_2[key] = hop_2_stages(
+                setting.cluster,
+                setting.replication,
+                unit.numel / setting.partition_size,
+                wire_nbytes=setting.wire_nbytes,
+                compression=setting.compression,
+                exchanges=self._exchanges,
+                whole=whole,
+            )
+        return self._hop_2[key]
 
-    def replica_cost(self, kind: Kind, nbytes: float) -> Cost:
-        """Of a chunk of ``nbytes`` across replicas, by a ring or by an exchange."""
+    def refresh(self, unit: UnitShape) -> Cost:
+        """A unit's new parameters across replicas."""
+        setting = self._setting
+        nbytes = setting.refresh_nbytes(setting.param_nbytes) * unit.numel / setting.partition_size
+        kind = Kind.ALL_TO_ALL if self._exchanges else Kind.ALL_GATHER
+        return cost(setting.cluster, kind, setting.replication, int(nbytes))
+
+    @cached_property
+    def _exchanges(self) -> bool:
+        """Replicas send each to each, instead of in a ring."""
         setting = self._setting
         largest = 4 * setting.model.largest_numel // setting.partition_size
-        if kind is not Kind.ALL_REDUCE and exchange_pays(setting.cluster, setting.replication, largest):
-            kind = Kind.ALL_TO_ALL
-        return cost(setting.cluster, kind, setting.replication, int(nbytes))
+        return exchange_pays(setting.cluster, setting.replication, largest)
 
 
 def whole_masters_pay(setting: Setting) -> bool:
@@ -82,6 +108,7 @@ def whole_masters_pay(setting: Setting) -> bool:
         forwards=forwards,
         backwards=backwards,
         wire_nbytes=setting.wire_nbytes,
-        param_nbytes=setting.param_nbytes,
+        compression=setting.compression,
+        refresh_nbytes=setting.refresh_nbytes(setting.param_nbytes),
         other_seconds=(setting.accumulation - 1) * (sum(forwards) + sum(backwards)),
     ).whole_masters_pay()

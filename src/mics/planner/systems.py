@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from mics.cost.constants import HOST_SECONDS
 from mics.cost.memory import Terms
 from mics.cost.setting import Setting
+from mics.layout.compression import UNCOMPRESSED
 from mics.planner.issuing import Issuer, Style
 from mics.planner.peer_memory import fsdp_terms, zero2_terms, zero3_terms
 from mics.planner.simulate import LINKS, Program, Task, play
@@ -71,6 +72,13 @@ class Prediction:
         return dict(zip(LINKS, self.measured.exposed, strict=True))
 
     @property
+    def worst_wait(self) -> tuple[str, float]:
+        """The link that the step waits for longest, and the share of the step that it does."""
+        exposed = self.exposed_seconds
+        worst = max(exposed, key=lambda link: exposed[link])
+        return worst, exposed[worst] / self.step_seconds
+
+    @property
     def tflops(self) -> float:
         """Of the model, a rank, without what is recomputed."""
         return self._flops(recomputed=False)
@@ -121,7 +129,7 @@ class SimulatedSystem:
             hierarchical=setting.hierarchical and not self.flat,
             prefetch=setting.prefetch if self.prefetch is None else self.prefetch,
             state_on_host=setting.state_on_host and self.style.spreads_masters,
-            lossless_refresh=setting.lossless_refresh and self.style.spreads_masters,
+            compression=setting.compression if self.style.spreads_masters else UNCOMPRESSED,
         )
 
     def need(self, setting: Setting) -> Terms:

@@ -37,9 +37,27 @@ from mics.utils.numbers import (
 )
 
 KEY: Final = "p: partition size; batch: sequences per GPU and micro-step; accum.: gradient accumulation steps"
+_LINK_WORDS: Final = {
+    "intra": "links inside the node",
+    "inter": "the network between nodes",
+    "to host": "copies to the host",
+    "from host": "copies from the host",
+}
+_WORTH_SAYING: Final = 0.01  # of a step
 _WIDTH: Final = 44
 _BAR: Final = 20
-_COLOURS: Final = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_black")
+_COLOURS: Final = (
+    "blue",
+    "cyan",
+    "green",
+    "yellow",
+    "magenta",
+    "red",
+    "bright_blue",
+    "bright_black",
+    "bright_magenta",
+    "bright_cyan",
+)
 
 
 def show(found: Answer, console: Console) -> None:
@@ -48,7 +66,8 @@ def show(found: Answer, console: Console) -> None:
     cluster = request.cluster
     console.print(
         f"[bold]{request.model.name}[/] ({count(request.model.num_parameters)} parameters) on "
-        f"{cluster.num_nodes:,} x {cluster.name} ({cluster.world_size:,} GPUs)\n{request.batch}",
+        f"{cluster.num_nodes:,} x {cluster.name} ({plural(cluster.world_size, cluster.rank_word)})\n"
+        f"{request.batch}",
         highlight=False,
     )
     console.print(f"\n{advice(best)}\n", highlight=False, markup=False, style="bold", soft_wrap=True)
@@ -119,30 +138,40 @@ def result(choice: Choice) -> str:
     found = choice.prediction
     recomputes = choice.setting.activations.checkpoint
     again = f" ({tflops(found.hardware_tflops)} with recomputation)" if recomputes else ""
+    each = choice.setting.cluster.rank_word
     return (
         f"{seconds(found.step_seconds)} per step, {whole(found.tokens_per_second)} tokens/s "
-        f"({whole(found.tokens_per_second_per_gpu)} per GPU), {tflops(found.tflops)} TFLOP/s per GPU{again}, "
-        f"MFU {percent(found.mfu)}, limited by {choice.limited_by}"
+        f"({whole(found.tokens_per_second_per_gpu)} per {each}), {tflops(found.tflops)} TFLOP/s per {each}"
+        f"{again}, MFU {percent(found.mfu)}, {waiting(choice)}"
     )
+
+
+def waiting(choice: Choice) -> str:
+    """``5.1% waits for the network between nodes``, and what limits the step where that is much of it."""
+    link, share = choice.prediction.worst_wait
+    if share < _WORTH_SAYING:
+        return f"limited by {choice.limited_by}"
+    share_of_it = f"{percent(share)} waits for {_LINK_WORDS[link]}"
+    return share_of_it if choice.limited_by == "compute" else f"limited by {choice.limited_by}: {share_of_it}"
 
 
 def _memory(found: Answer, console: Console) -> None:
     best = found.best
-    limit = found.found.request.limit
+    limit, each = found.found.request.limit, best.setting.cluster.rank_word
     console.print(
-        f"[bold]memory per GPU[/]: {in_gib(best.memory.peak)} of {memory(limit)} at the peak"
+        f"[bold]memory per {each}[/]: {in_gib(best.memory.peak)} of {memory(limit)} at the peak"
         + (f", {memory(best.memory.host)} of host memory" if best.memory.host else ""),
         highlight=False,
     )
     bar, used = Text("  "), 0
     terms = best.memory.on_device()
-    for (_, nbytes), colour in zip(terms.items(), _COLOURS, strict=True):
+    for (_, nbytes), colour in zip(terms.items(), _COLOURS[: len(terms)], strict=True):
         width = round(_WIDTH * (used + nbytes) / limit) - round(_WIDTH * used / limit)
         used += int(nbytes)
         bar.append("█" * width, style=colour)
     bar.append("░" * max(0, _WIDTH - round(_WIDTH * used / limit)), style="dim")
     console.print(bar)
-    for (name, nbytes), colour in zip(terms.items(), _COLOURS, strict=True):
+    for (name, nbytes), colour in zip(terms.items(), _COLOURS[: len(terms)], strict=True):
         console.print(Text.assemble(("  █ ", colour), f"{nbytes / GIB:7.2f} GiB  {name}"))
     console.print()
 
@@ -201,13 +230,14 @@ def _choices(found: Answer, console: Console) -> None:
             choice.limited_by,
         )
     console.print(table)
-    console.print(f"{KEY}\n", highlight=False, style="dim")
+    key = KEY.replace("GPU", found.best.setting.cluster.rank_word)
+    console.print(f"{key}\n", highlight=False, style="dim")
 
 
 def neighbours(found: Answer) -> list[str]:
     """What the next smaller and the next larger partition size would change."""
     best = found.best
-    size = best.setting.partition_size
+    size, each = best.setting.partition_size, best.setting.cluster.rank_word
     by_size = {choice.setting.partition_size: choice for choice in found.found.choices}
     every = sorted([*by_size, *found.found.too_large])
     place = every.index(size)
@@ -220,12 +250,14 @@ def neighbours(found: Answer) -> list[str]:
             time = f"step time {change:+.1f}%" if round(change, 1) else "as fast"
             gib = (by_size[other].memory.peak - best.memory.peak) / GIB
             lines.append(
-                f"The next {word} partition size, {other}: {time}, {gib:+.1f} GiB per GPU, limited by "
-                f"{by_size[other].limited_by}."
+                f"The next {word} partition size, {other}: {time}, {gib:+.1f} GiB per {each}, "
+                f"{waiting(by_size[other])}."
             )
         else:
             needed = found.found.too_large[other]
-            lines.append(f"The next {word} partition size, {other}, does not fit: it needs {needed} per GPU.")
+            lines.append(
+                f"The next {word} partition size, {other}, does not fit: it needs {needed} per {each}."
+            )
     return lines
 
 
@@ -247,19 +279,25 @@ def _systems(found: Answer, console: Console) -> None:
         table.add_row(*row)
     console.print()
     console.print(table)
-    console.print(PEER_KEY, highlight=False, style="dim")
+    key = PEER_KEY.replace("GPU", found.best.setting.cluster.rank_word)
+    console.print(key, highlight=False, style="dim")
 
 
 def _money(found: Answer, console: Console) -> None:
     left = found.goodput
     if left is not None:
         console.print(
-            f"Failures: one every {hours(left.mtbf)}; the best checkpoint interval is "
+            f"Failures: one every {_hours_or_less(left.mtbf)}; the best checkpoint interval is "
             f"{duration(max(left.interval, 1))} and leaves {percent(left.share)} of the time to training",
             highlight=False,
         )
     if found.money is not None:
         console.print(money(found.money), highlight=False)
+
+
+def _hours_or_less(found: float) -> str:
+    """``500 h``, as failures are counted; ``36 s`` where that would be a fraction of one."""
+    return hours(found) if found >= 3600 else duration(found)
 
 
 def money(spent: Money) -> str:

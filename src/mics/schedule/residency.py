@@ -3,12 +3,16 @@
 ::
 
     SHARDED --prefetch--> GATHERING --use--> GATHERED
-       ^                   |     ^              |
-       +-----reshard-------+     +-----keep-----+
+       ^                  |    ^ | ^             |
+       +-----reshard------+    | | +----keep-----+
+       |                  update age
+       |                       | v
+       +-----reshard---------- OLD
 
 GATHERING is in flight, or there and waiting for its next use. A unit is prefetched ahead of its use, used,
 and resharded when nobody computes with it any more; or kept, if the recorded order (layout/order.py) says
-that it is needed again soon enough. Two questions are answered from that order:
+that it is needed again soon enough. A unit that stays may be OLD while an optimizer steps: then its new
+values come as how far they have moved (sharding/refresh.py). Two questions are answered from that order:
 
 - Where does its memory come from? From its home in the arena while an order is followed that homes were
   planned for, otherwise memory of its own.
@@ -27,14 +31,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mics.comm.lanes import DONE
+from mics.comm.lanes import DONE, Ticket
 from mics.comm.world import UnitGroups
 from mics.errors import MicsError
 from mics.layout.order import Batch, Plans
 from mics.schedule.arena import Arena
 from mics.schedule.events import Event, Events, Progress, What
 from mics.schedule.log import GATHERED, PREFETCHED, StepLog
-from mics.sharding.refresh import refresh_together
+from mics.sharding.refresh import is_moved, refresh_together
 from mics.sharding.spec import label_of
 from mics.sharding.unit import State, Unit
 
@@ -44,6 +48,9 @@ _TRANSITIONS = {
     (State.GATHERING, State.GATHERED),  # use
     (State.GATHERED, State.GATHERING),  # keep
     (State.GATHERING, State.SHARDED),  # reshard
+    (State.GATHERING, State.OLD),  # age
+    (State.OLD, State.GATHERING),  # update
+    (State.OLD, State.SHARDED),  # reshard
 }
 
 
@@ -59,6 +66,10 @@ class Transitions:
         found: list[Unit] = []
         try:
             for unit in units:
+                if unit.refresh.confirm is not None and unit.is_waiting:
+                    unit.refresh.confirm()  # which may find that its moves did not fit
+                if unit.state is State.OLD:
+                    self.reshard(unit)
                 if unit.state is not State.SHARDED:
                     continue
                 if unit.masters_changed():
@@ -68,8 +79,8 @@ class Transitions:
                     self._refreshes[unit.spec.index] = unit.num_refreshes
                     self._move(unit, State.GATHERING)
                     found.append(unit)
-            for groups in dict.fromkeys(unit.groups for unit in found):
-                _gather([unit for unit in found if unit.groups is groups], groups)
+            for groups, codec in dict.fromkeys((unit.groups, unit.spec.gather) for unit in found):
+                _gather([u for u in found if u.groups is groups and u.spec.gather == codec], groups)
         except BaseException:
             for unit in found:  # nobody has their values
                 with suppress(RuntimeError):  # what is raised says more
@@ -83,7 +94,7 @@ class Transitions:
         """GATHERING to GATHERED; prefetched at the last moment if it was not before."""
         if unit.is_waiting and self.is_stale(unit):
             self.reshard(unit)
-        if unit.state is State.SHARDED:
+        if not unit.gathered:
             self.prefetch([unit])
         assert unit.is_waiting, f"{unit.spec.label}: its place is taken ({self.event})"
         unit.gathered_at.wait()
@@ -93,7 +104,7 @@ class Transitions:
 
     def is_stale(self, unit: Unit) -> bool:
         """Whether values have changed since they were prefetched."""
-        return unit.masters_changed() or self._refreshes[unit.spec.index] != unit.num_refreshes
+        return unit.masters_changed() or self.is_behind(unit)
 
     def keep(self, unit: Unit) -> None:
         """GATHERED to GATHERING: it is needed again soon."""
@@ -104,11 +115,32 @@ class Transitions:
             self.reshard(unit)  # nobody may find what was written
             raise
 
+    def age(self, unit: Unit) -> None:
+        """GATHERING to OLD: the next optimizer step will move its values."""
+        unit.gathered_at.wait()
+        unit.gathered_at = DONE
+        self._move(unit, State.OLD)
+
+    def update(self, unit: Unit, moved: Ticket) -> None:
+        """OLD to GATHERING: its values are being moved to those of the last refresh."""
+        unit.gathered_at = moved
+        self._refreshes[unit.spec.index] = unit.num_refreshes
+        self._move(unit, State.GATHERING)
+
+    def drop(self, unit: Unit, moved: Ticket) -> None:
+        """GATHERING to SHARDED: its values were not moved right."""
+        if unit.is_waiting and unit.gathered_at is moved:
+            self.reshard(unit)
+
+    def is_behind(self, unit: Unit) -> bool:
+        """Whether there has been a refresh since its values came."""
+        return self._refreshes[unit.spec.index] != unit.num_refreshes
+
     def reshard(self, unit: Unit) -> None:
-        """GATHERING to SHARDED, from GATHERED by way of GATHERING: its memory is free."""
+        """GATHERING or OLD to SHARDED, from GATHERED by way of GATHERING: its memory is free."""
         if unit.gathered:
             self.keep(unit)
-        if unit.is_waiting:
+        if unit.state in (State.GATHERING, State.OLD):
             unit.gathered_at.wait()
             unit.gathered_at = DONE
             unit.whole.release()
@@ -117,6 +149,30 @@ class Transitions:
     def _move(self, unit: Unit, to: State) -> None:
         assert (unit.state, to) in _TRANSITIONS, f"{unit.spec.label}: {unit.state} to {to} ({self.event})"
         unit.state = to
+
+
+class StaysOld:
+    """Whether the values of a unit that stays are moved by the next step.
+
+    Every ``interval`` optimizer steps they are gathered anew instead (0: never): moves would keep a bit that
+    has flipped for ever.
+    """
+
+    def __init__(self, progress: Progress, interval: int) -> None:
+        self._progress = progress
+        self._interval = interval
+        self._due: dict[int, int] = {}  # by unit: the step from which on it is to be gathered anew
+        self._anew: dict[int, int] = {}  # by unit: the step in which it is
+
+    def __call__(self, unit: Unit) -> bool:
+        if not is_moved(unit):
+            return False
+        index, step = unit.spec.index, self._progress.num_steps
+        if self._anew.get(index, step) != step:  # that step is over
+            self._due[index] = self._anew.pop(index) + self._interval
+        if self._interval and step >= self._due.setdefault(index, step + self._interval):
+            self._anew[index] = step
+        return index not in self._anew
 
 
 class Residency:
@@ -133,7 +189,9 @@ class Residency:
         low_memory: bool = False,
         edits_show: bool = False,
         room: Callable[[], float] = lambda: 0.0,
+        stays_old: Callable[[Unit], bool] | None = None,
     ) -> None:
+        """``stays_old``: whether the next step will move the values of a unit that stays."""
         self.units = list(units)
         self.plans = plans
         self.arena = Arena(self.units, frees=low_memory)
@@ -142,7 +200,8 @@ class Residency:
         self._log = log
         self._low_memory = low_memory
         self._edits_show = edits_show  # masters are gathered as they are, whoever wrote to them
-        self._moves = Transitions(self.units)
+        self._stays_old = stays_old
+        self.transitions = Transitions(self.units)
         self._by_index = {unit.spec.index: unit for unit in self.units}
         self._has_turned = False  # a backward has come since the forward began
         self._is_late = False  # the first units are still to be prefetched for the next forward
@@ -162,7 +221,7 @@ class Residency:
     # -- the model's forward and backward -----------------------------------------------------------
 
     def _begin_forward(self, event: Event) -> None:
-        self._moves.event = event
+        self.transitions.event = event
         self._finish_order()
         # Reshard what was prefetched and not needed after all (an evaluation has no backward). What an
         # evaluation kept may have been edited since, in a way that nobody notices (``.data``) or that only
@@ -171,8 +230,10 @@ class Residency:
         first = self.plans.first_units() if has_turned or not self._edits_show else frozenset()
         for unit in self.units:
             is_next = unit.spec.index in first or (has_turned and self._stays(unit))
-            if unit.is_waiting and (not is_next or self._moves.is_stale(unit)):
-                self._moves.reshard(unit)
+            # No step has moved what is old: who knows what else has.
+            is_old = unit.state is State.OLD
+            if is_old or (unit.is_waiting and (not is_next or self.transitions.is_stale(unit))):
+                self.transitions.reshard(unit)
         if self._is_late:
             self._is_late = False
             self._prefetch_batches(self.plans.first())
@@ -181,19 +242,22 @@ class Residency:
         self._has_turned = True
 
     def _end_backward(self, event: Event) -> None:
-        self._moves.event = event
+        self.transitions.event = event
         if self._progress.more_to_come:
             self._prefetch_batches(self.plans.first())
         else:
             # Backward did not need them (a lookup), and their values may change now.
+            for unit in self.units:
+                if unit.is_waiting and self._ages(unit):
+                    self.transitions.age(unit)
             self._reshard_waiting(self.units)
 
     def _forget(self, event: Event) -> None:
-        self._moves.event = event
+        self.transitions.event = event
         self.plans.forget_current()
         self.arena.forget_current()
         for unit in self.units:
-            self._moves.reshard(unit)
+            self.transitions.reshard(unit)
 
     def _finish_order(self) -> None:
         """What the forward and the backward since the last one needed is known."""
@@ -202,7 +266,7 @@ class Residency:
             self.arena.set_apart(unit)
         if self.arena.gives_up:
             for unit in self.units:
-                self._moves.reshard(unit)
+                self.transitions.reshard(unit)
         self.arena.finish(self.plans.begin())
 
     # -- one unit -----------------------------------------------------------------------------------
@@ -210,7 +274,7 @@ class Residency:
     def _need(self, event: Event) -> None:
         unit = event.unit
         assert unit is not None
-        self._moves.event = event
+        self.transitions.event = event
         if event.place is not None:
             self._return_to(unit, event.place)
         if unit.gathered:
@@ -226,7 +290,7 @@ class Residency:
                 "together that it never did since places in memory were planned. Places are given up: "
                 "run this step again, from zero_grad() on, and it will go through"
             )
-        self._moves.use(unit)
+        self.transitions.use(unit)
         self.arena.note(unit, needed=True)
         # After the unit itself: it is needed now, they are not.
         self._prefetch_batches(upcoming)
@@ -236,7 +300,7 @@ class Residency:
     def _read(self, event: Event) -> None:
         """No call says where it was in the forward: from the next one on it has memory of its own."""
         assert event.unit is not None
-        self._moves.event = event
+        self.transitions.event = event
         self.arena.leave_out(event.unit)
         # A backward that is still to come finds its tensors where they were.
         if not self._progress.waiting[event.unit.spec.index]:
@@ -245,16 +309,19 @@ class Residency:
     def _release(self, event: Event) -> None:
         unit = event.unit
         assert unit is not None
-        self._moves.event = event
+        self.transitions.event = event
         stays, index = self._stays(unit), unit.spec.index
         if not self._progress.in_backward and (stays or self.plans.keeps(index)):
-            self._moves.keep(unit)  # the last units of a forward are the first of the backward
+            self.transitions.keep(unit)  # the last units of a forward are the first of the backward
         elif self._progress.more_to_come and (stays or self.plans.begins_next(index)):
-            self._moves.keep(unit)  # with the same values
+            self.transitions.keep(unit)  # with the same values
         else:
             self.arena.note(unit, needed=False)
             self.arena.spare.look(self._progress.rows)
-            self._moves.reshard(unit)
+            if self._progress.in_backward and self._ages(unit):
+                self.transitions.keep(unit)
+            else:
+                self.transitions.reshard(unit)
 
     def _set_apart(self, event: Event) -> None:
         assert event.unit is not None
@@ -264,16 +331,23 @@ class Residency:
         """Whether ``unit`` has a home of its own, in which it waits for its next use."""
         return unit.whole.at_home and self.plans.stays(unit.spec.index)
 
+    def _ages(self, unit: Unit) -> bool:
+        """Whether ``unit`` waits with its old values for the step that will move them."""
+        return self._stays_old is not None and self._stays(unit) and self._stays_old(unit)
+
     # -- around an optimizer step -------------------------------------------------------------------
 
     def _begin_step(self, event: Event) -> None:
-        self._moves.event = event
-        self._reshard_waiting(event.units)
+        self.transitions.event = event
+        for unit in event.units:
+            is_behind = unit.state is State.OLD and self.transitions.is_behind(unit)
+            if unit.is_waiting or is_behind:
+                self.transitions.reshard(unit)
 
     def _reshard_waiting(self, units: Iterable[Unit]) -> None:
         for unit in units:
             if unit.is_waiting:
-                self._moves.reshard(unit)
+                self.transitions.reshard(unit)
 
     def _end_step(self, event: Event) -> None:
         """Give units their homes once an order has settled, and again when another has.
@@ -281,7 +355,7 @@ class Residency:
         Deferred while a backward is still to come: tensors that it saved are at the old addresses.
         """
         # By counting calls, not by looking at who still holds a graph: all ranks must come to one answer.
-        self._moves.event, progress = event, self._progress
+        self.transitions.event, progress = event, self._progress
         num_waiting = progress.num_waiting
         progress.num_waiting = 0
         progress.waiting.clear()
@@ -300,7 +374,8 @@ class Residency:
             self._num_deferred += 1
             return
         self._num_deferred = 0
-        self._reshard_waiting(self.units)
+        for unit in self.units:
+            self.transitions.reshard(unit)
         self.arena.give_homes()
 
     def _prefetch_first(self, event: Event) -> None:
@@ -308,7 +383,7 @@ class Residency:
 
         Not where an edit through ``.data`` (clamping, say) is seen by a gather that comes after it.
         """
-        self._moves.event = event
+        self.transitions.event = event
         # What would make the host wait for the device waits for the forward.
         self._is_late = any(unit.refresh.confirm is not None for unit in event.units)
         if not (self._edits_show or self._is_late):
@@ -343,19 +418,19 @@ class Residency:
 
     def _live(self, unit: Unit, *, at_home: bool) -> None:
         if at_home != unit.whole.at_home:
-            self._moves.reshard(unit)
+            self.transitions.reshard(unit)
             unit.whole.use_place(at_home=at_home)
 
     def _prefetch_batches(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            for unit in self._moves.prefetch([self._by_index[index] for index in batch]):
+            for unit in self.transitions.prefetch([self._by_index[index] for index in batch]):
                 self._log.note(unit.spec.index, PREFETCHED)
 
     def _make_room(self, unit: Unit) -> bool:
         """Have its home to itself, but for units that are in use; whether that is so."""
         for other in self.arena.neighbours(unit):
-            if other.is_waiting and other.whole.at_home:
-                self._moves.reshard(other)  # it was prefetched too early
+            if other.state in (State.GATHERING, State.OLD) and other.whole.at_home:
+                self.transitions.reshard(other)  # it was prefetched too early
         return unit.whole.home_is_free
 
 
@@ -374,6 +449,7 @@ def _gather(units: Sequence[Unit], groups: UnitGroups) -> None:
     ticket = groups.gather.gather_together(
         [unit.gather_pair() for unit in units],
         label_of([unit.spec for unit in units]),
+        codec=units[0].spec.gather,
         prepare=partial(_cast, casts) if casts else None,
         after=tuple(unit.refresh.ticket() for unit in units),
     )

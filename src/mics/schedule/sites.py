@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.errors import MicsError
+from mics.sharding.float8 import memory_behind
 from mics.sharding.unit import Unit
 from mics.utils.tensor_trees import (
     is_plain,
@@ -196,7 +197,7 @@ def copy_parameters(
     found = {
         id(tensor): tensor
         for tensor in tensors_in((output, given, kept))
-        if is_plain(tensor) and any(unit.whole.holds(tensor) for unit in places)
+        if is_plain(memory_behind(tensor)) and any(unit.whole.holds(tensor) for unit in places)
     }
     if not found:
         return output

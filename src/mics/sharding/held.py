@@ -59,6 +59,7 @@ class HeldParameters:
                 table = ParameterTable.of(module)
                 table.units[attribute] = unit
                 self._entries.append((table, attribute, index))
+        self.copies: Sequence[nn.Parameter] = ()
         self._rnns = {id(m): m for found in spec.refs for m, _ in found.places if isinstance(m, nn.RNNBase)}
         for rnn in self._rnns.values():
             # cuDNN would move the weights to a buffer of its own, away from the unit's.
@@ -72,8 +73,27 @@ class HeldParameters:
             # torch's recurrent modules keep a second list of their weights, and compute with that one.
             rnn._flat_weights = [dict.get(rnn._parameters, name) for name in rnn._flat_weights_names]
 
+    def show_copies(self, copies: Sequence[nn.Parameter]) -> None:
+        """Let the modules hold copies, until somebody computes with the unit or changes its values."""
+        self.copies = copies
+        self.show(copies)
+
+    def drop_copies(self, params: Sequence[nn.Parameter]) -> None:
+        """Let the modules hold ``params`` again instead of copies. Raises if one was written to."""
+        if not self.copies:
+            return
+        copies, self.copies = self.copies, ()
+        self.show(params)
+        for found, copy in zip(self._spec.refs, copies, strict=True):
+            if copy._version:
+                raise MicsError(
+                    f"{found.name}: expected an unsharded parameter to be read, found it written to; the "
+                    "change would be lost, make it in mics.summon_full_params(model, write=True)"
+                )
+
     def check(self, params: Sequence[nn.Parameter]) -> None:
         """Raise if a module was given another parameter in place of one of ``params``."""
+        self.drop_copies(params)
         for table, attribute, index in self._entries:
             if dict.get(table, attribute) is not params[index]:
                 raise MicsError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mics.guard import ShardOwner, ShardParameter, plainly
+from mics.sharding.float8 import Float8Scales
 from mics.sharding.spec import Share, UnitSpec
 
 
@@ -24,6 +25,8 @@ class Masters:
     ) -> None:
         self.flat = flat  # [numel/p/R], or [numel/p] if they are not sharded over replicas; the optimizer's
         self.device = device
+        self.scales = None if spec.float8 is None else Float8Scales(spec.layout, spec.float8, device)
+        self._span = share.master_span(spec)
         # Where optimizer state is.
         self.state_device = torch.device("cpu") if spec.state_on_host else device
         self._nowhere = flat
@@ -48,6 +51,14 @@ class Masters:
     def here(self) -> Tensor:
         """All of them on the device: a copy, if they are in host memory."""
         return self.flat.to(self.device)  # which the host waits for: it may write next
+
+    def carry_into(self, params: Tensor) -> None:
+        """Bring their values to ``params``, in its format."""
+        if self.scales is None:
+            params.copy_(self.here())
+        else:
+            self.scales.cast(params, self.flat, self._span)
+            self.scales.are_new = False
 
     def are_intact(self) -> bool:
         """Whether nobody has given the parameters other memory."""

@@ -23,6 +23,7 @@ from mics.comm import Collectives
 from mics.errors import SettingsError
 from mics.layout.assign import Site
 from mics.sharding.buffers import broadcast_together
+from mics.sharding.float8 import plain_of
 from mics.sharding.unit import Unit
 from mics.utils.digests import digests
 
@@ -32,7 +33,7 @@ _SLICE_NUMEL: Final = 1 << 24  # of a digest: 128 MiB, for units of gigabytes
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Leave the modules as they were if what is inside fails while all parameters have their values."""
-    sizes = [(param, param.numel()) for param in model.parameters()]
+    sizes = [(plain_of(param), param.numel()) for param in model.parameters()]
     before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     try:
         yield
@@ -77,11 +78,11 @@ class InitialValues:
         """Rank 0's are used. A model that cannot be initialised fails on all ranks alike."""
         if site.params[0].param.is_meta:
             return self._made(site)
-        return {id(ref.param): ref.param.detach() for ref in site.params}
+        return {id(ref.param): plain_of(ref.param).detach() for ref in site.params}
 
     def _made(self, site: Site) -> dict[int, Tensor]:
         """Run the modules' own initialisers on real memory for this site's parameters alone."""
-        real = {id(ref.param): _unwritten(ref.param, self._device) for ref in site.params}
+        real = {id(ref.param): _unwritten(plain_of(ref.param), self._device) for ref in site.params}
         with _Holding(site, real):
             for module in self._initialise.around(site):
                 self._initialise(module)
@@ -122,10 +123,10 @@ def drop_originals(site: Site) -> None:
     for ref in site.params:
         if ref.param.is_meta:
             continue
-        ref.param.data = torch.empty(0, dtype=ref.param.dtype, device=ref.param.device)
+        plain_of(ref.param).data = torch.empty(0, dtype=ref.param.dtype, device=ref.param.device)
 
 
-def _unwritten(meta: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _unwritten(meta: Tensor, device: torch.device) -> nn.Parameter:
     """Real memory for a parameter on meta, of NaN: it stays where no initialiser writes."""
     param = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=False)
     if param.is_floating_point():

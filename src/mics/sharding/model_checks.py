@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from mics.errors import SettingsError
+from mics.sharding.float8 import check_weights, is_float8_weight, plain_of
 
 
 def check_model(model: nn.Module) -> None:
@@ -31,6 +32,7 @@ def check_model(model: nn.Module) -> None:
             )
     for name, param in model.named_parameters():
         _check_param(name, param)
+    check_weights(model)
     _check_memory(model)
 
 
@@ -60,6 +62,8 @@ def _what_is_odd(param: nn.Parameter) -> tuple[str, str] | None:
             "one without a shape",
             "run a forward, which gives lazy modules their shapes, before mics.shard()",
         )
+    if is_float8_weight(param):
+        return None
     if hasattr(param, "device_mesh"):  # importing the class would cost every start a second
         return "a DTensor", "shard the plain model"
     # Shards are plain numbers: what a subclass makes of its memory, or does when it is used, would be lost.
@@ -80,7 +84,9 @@ def _check_memory(model: nn.Module) -> None:
     """Raise if two parameters, or one and a buffer, share memory: each would get values of its own."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     params = {id(param) for param in model.parameters()}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, given in (*model.named_parameters(), *model.named_buffers()):
+        tensor = plain_of(given)
+        params |= {id(tensor)} if id(given) in params else set()
         if (
             type(tensor.data) is Tensor
             and tensor.layout is torch.strided

@@ -1,6 +1,8 @@
 """New values of the masters, on their way into every replica's ``param_shard``.
 
-As they are, or as how far each has moved (``comm/moves.py``): every replica has the value of before.
+As they are, or as how far each has moved (``comm/moves.py``), to ranks that have the value of before. Those
+are the other replicas; or, where there are none, the ranks of the partition group that still have whole units
+of before the step (``State.OLD``).
 """
 
 from __future__ import annotations
@@ -9,16 +11,18 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from mics.comm.lanes import DONE, Ticket
+from mics.comm.lanes import DONE, LanedCollectives, Ticket
 from mics.comm.moves import Moves, Room
+from mics.comm.protocol import Action
 from mics.comm.world import UnitGroups
+from mics.sharding.float8 import as_sent, scale_together
 from mics.sharding.spec import label_of
-from mics.sharding.unit import Unit, note_refresh
+from mics.sharding.unit import State, Unit, note_refresh
 
 _SPARE: Final = 1.3  # room for so many times the moves that there were
 _FULL: Final = 0.85  # of the room: time for more
@@ -32,10 +36,11 @@ def refresh_together(units: Sequence[Unit], *, carried: Collection[Unit] = ()) -
 
     This rank's part of those that were ``carried`` is there.
     """
+    scale_together(units)
     for unit in units:
         unit.settle_params()
         if unit.own_params is not unit.master and unit not in carried:
-            unit.own_params.copy_(unit.masters.here())
+            unit.masters.carry_into(unit.own_params)
     _send_values(units)
     for unit in units:
         note_refresh(unit)
@@ -45,7 +50,7 @@ def _send_values(units: Sequence[Unit]) -> None:
     for groups in dict.fromkeys(unit.groups for unit in units if unit.share.masters_over_replicas):
         together = [unit for unit in units if unit.groups is groups]
         # ``.data``: a version counter of its own. What lanes write to it is nobody's edit.
-        pairs = [(unit.param_shard.data, unit.own_params) for unit in together]
+        pairs = [(as_sent(unit.param_shard.data), as_sent(unit.own_params)) for unit in together]
         ticket = groups.replication.gather_together(pairs, _label(together))
         for unit in together:
             unit.refresh.begin(ticket)
@@ -55,6 +60,95 @@ def _label(units: Sequence[Unit]) -> str:
     return f"new values of {label_of([unit.spec for unit in units])}"
 
 
+class Route(Protocol):
+    """Who has values of before, and where."""
+
+    def has_old(self, unit: Unit) -> bool:
+        """Whether they have them now. The same on all ranks that share a unit."""
+        ...
+
+    def group(self, groups: UnitGroups) -> LanedCollectives:
+        """Whom moves are sent to."""
+        ...
+
+    def copies(self, unit: Unit) -> Tensor:
+        """What this rank has of all members' values: [members * numel]."""
+        ...
+
+    def position(self, unit: Unit) -> int:
+        """Of this rank's own values in there."""
+        ...
+
+    def sent(self, unit: Unit, ticket: Ticket, confirm: Action) -> None:
+        """Moves are on their way; ``confirm`` is to be called before the values are used."""
+        ...
+
+    def send_late(self, units: Sequence[Unit], ticket: Ticket) -> None:
+        """Moves did not fit: have values come as they are."""
+        ...
+
+
+class ToReplicas:
+    """All replicas have ``param_shard``."""
+
+    def has_old(self, unit: Unit) -> bool:
+        return True
+
+    def group(self, groups: UnitGroups) -> LanedCollectives:
+        return groups.replication
+
+    def copies(self, unit: Unit) -> Tensor:
+        return unit.param_shard.data  # a version counter of its own: what lanes write is nobody's edit
+
+    def position(self, unit: Unit) -> int:
+        return unit.share.piece
+
+    def sent(self, unit: Unit, ticket: Ticket, confirm: Action) -> None:
+        unit.refresh.begin(ticket, confirm=confirm)
+
+    def send_late(self, units: Sequence[Unit], ticket: Ticket) -> None:
+        for unit in units:
+            unit.settle_params()
+        _send_values(units)
+
+
+class MovesUnits(Protocol):
+    """Transitions of units whose old values are moved (``schedule/residency.py``)."""
+
+    def update(self, unit: Unit, moved: Ticket) -> None: ...
+
+    def drop(self, unit: Unit, moved: Ticket) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ToPartitionGroup:
+    """Units that stay are whole on all ranks of the partition group, which are all ranks there are."""
+
+    transitions: MovesUnits
+
+    def has_old(self, unit: Unit) -> bool:
+        return unit.state is State.OLD
+
+    def group(self, groups: UnitGroups) -> LanedCollectives:
+        return groups.gather
+
+    def copies(self, unit: Unit) -> Tensor:
+        return unit.whole.flat
+
+    def position(self, unit: Unit) -> int:
+        return unit.share.chunk
+
+    def sent(self, unit: Unit, ticket: Ticket, confirm: Action) -> None:
+        unit.own_chunk().copy_(unit.own_params)
+        unit.refresh.begin(DONE, confirm=confirm)
+        self.transitions.update(unit, ticket)
+
+    def send_late(self, units: Sequence[Unit], ticket: Ticket) -> None:
+        """They are gathered as any other, when they are needed."""
+        for unit in units:
+            self.transitions.drop(unit, ticket)
+
+
 @dataclass(eq=False)
 class _Sent:
     """One unit's moves on the wire, and how many there is room for."""
@@ -62,14 +156,19 @@ class _Sent:
     unit: Unit
     moves: Moves
     wire: Tensor  # uint8 [moves.nbytes]: this rank's
+    ticket: Ticket | None = None  # of moves that were sent in place of the values
 
     @property
     def is_worthwhile(self) -> bool:
         return self.moves.nbytes < _WORTHWHILE * self.unit.own_params.nbytes
 
-    @property
-    def received_nbytes(self) -> int:
-        return self.moves.nbytes * self.unit.groups.replication.size
+
+@dataclass(eq=False)
+class _Received:
+    """Memory for what comes from all members."""
+
+    memory: Tensor  # uint8
+    read: Ticket = DONE  # by the last that used it
 
 
 class MovedValues:
@@ -77,13 +176,16 @@ class MovedValues:
 
     How many bytes moves take is known once they are made, on the GPU. The host does not wait for that: it has
     each unit's moves sent in the room that earlier steps needed, and the need beside them. Before it has the
-    first unit gathered it looks (``confirm``): values whose moves did not fit, on any replica, are sent as
-    they are. Replicas see the same needs, so they decide alike.
+    first unit gathered it looks (``confirm``): values whose moves did not fit, on any member, are sent as
+    they are. Members see the same needs, so they decide alike.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, *, imagined: bool = False) -> None:
-        """``imagined``: the other replicas are, so that their moves are not those of the values here."""
+    def __init__(
+        self, units: Sequence[Unit], device: torch.device, route: Route, *, imagined: bool = False
+    ) -> None:
+        """``imagined``: the other members are, so that their moves are not those of the values here."""
         self._device = device
+        self._route = route
         self._rows = {unit.spec.index: row for row, unit in enumerate(filter(is_moved, units))}
         self._sent: dict[int, _Sent] = {}
         self._replaced: list[_Sent] = []  # which a lane may still send
@@ -92,29 +194,30 @@ class MovedValues:
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
         self._told: Ticket = DONE
         self._pending: list[_Sent] = []
-        self._received = torch.empty(0, dtype=torch.uint8, device=device)
-        self._last: Ticket = DONE
+        # Two, for a lane that decodes what came while another brings more.
+        self._received = [_Received(torch.empty(0, dtype=torch.uint8, device=device)) for _ in range(2)]
         # In place of values that would soon be no numbers any more, with which computing is faster.
-        largest = max(unit.param_shard.numel() for unit in units)
+        largest = max(route.copies(unit).numel() for unit in units)
         self._imagined = torch.zeros(largest, dtype=torch.int16, device=device) if imagined else None
 
     def __del__(self) -> None:
         """Let the computation wait for what lanes still do with this memory: others get it next."""
         if self._device.type == "cuda":
-            for ticket in (self._told, self._last):
+            for ticket in (self._told, *(each.read for each in self._received)):
                 with suppress(Exception):  # the interpreter may be on its way out
                     ticket.wait()
 
     @property
     def nbytes(self) -> int:
         """Of memory for moves on their way."""
-        own = sum(sent.wire.numel() for sent in self._sent.values())
-        return own + self._received.numel()
+        own = sum(sent.wire.numel() for sent in (*self._sent.values(), *self._replaced))
+        received = sum(each.memory.numel() for each in self._received)
+        return own + received + self._needed.nbytes + self._found.nbytes
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """Make the moves of ``units``, and tell the replicas what room they need."""
+        """Make the moves of ``units``, and tell the other members what room they need."""
         self.confirm()
-        moved = [unit for unit in units if unit.spec.index in self._rows]
+        moved = [unit for unit in units if unit.spec.index in self._rows and self._route.has_old(unit)]
         if not moved:
             return
         self._needed.zero_()
@@ -125,45 +228,50 @@ class MovedValues:
             sent.moves.encode(sent.wire, unit.own_params, new, self._needed[self._rows[unit.spec.index]])
             unit.own_params.copy_(new)
             self._pending.append(sent)
-        self._replaced = [sent for sent in self._replaced if sent.unit not in moved]
+        self._replaced = [old for old in self._replaced if old.unit not in moved]
         self._tell(moved[0].groups)
 
     def send(self, units: Sequence[Unit]) -> None:
         """Have the new values of ``units`` come, which are some of those that ``begin`` was told of."""
-        moved = [unit for unit in units if self._goes_by_moves(unit)]
+        begun = {sent.unit for sent in self._pending}
+        moved = [unit for unit in units if unit in begun and self._goes_by_moves(unit)]
         others = [unit for unit in units if unit not in moved]
         if others:
-            refresh_together(others, carried=[unit for unit in others if unit.spec.index in self._rows])
+            carried = [unit for unit in others if unit in begun]
+            refresh_together(others, carried=carried)
+            for unit in carried:
+                # Which units go by moves differs in a partition group. When they are gathered next must not.
+                unit.refresh.confirm = self.confirm
         if moved:
             self._send_moves([self._sent[unit.spec.index] for unit in moved])
 
     def confirm(self) -> None:
         """Send as they are what did not fit, and make room for what the next step may need."""
-        pending, self._pending = self._pending, []
-        if not pending:
+        if not self._pending:
             return
         self._told.wait()
         if self._arrived is not None:
             self._arrived.synchronize()
+        pending, self._pending = self._pending, []  # not before: whoever is interrupted there looks again
         needed = self._host.view(-1, *self._needed.shape).amax(0).tolist()
-        late = []
+        late: dict[Ticket, list[Unit]] = {}
         for sent in pending:
             unit, need = sent.unit, Room(*needed[self._rows[sent.unit.spec.index]])
-            went_by_moves, unit.refresh.confirm = unit.refresh.confirm is not None, None
-            if went_by_moves and not sent.moves.room.holds(need):
-                unit.settle_params()
-                late.append(unit)
+            ticket, sent.ticket, unit.refresh.confirm = sent.ticket, None, None
+            if ticket is not None and not sent.moves.room.holds(need):
+                late.setdefault(ticket, []).append(unit)
             self._adapt(sent, need)
-        if late:
-            _send_values(late)
+        for ticket, together in late.items():
+            self._route.send_late(together, ticket)
 
     def _goes_by_moves(self, unit: Unit) -> bool:
         sent = self._sent.get(unit.spec.index)
         return sent is not None and sent.is_worthwhile
 
     def _tell(self, groups: UnitGroups) -> None:
-        """Every replica of the needs of all."""
-        numel = groups.replication.size * self._needed.numel()
+        """Every member of the needs of all."""
+        group = self._route.group(groups)
+        numel = group.size * self._needed.numel()
         if self._found.numel() != numel:
             self._found = torch.zeros(numel, dtype=torch.int32, device=self._device)
             pin = self._device.type == "cuda"
@@ -175,32 +283,36 @@ class MovedValues:
                 self._arrived.record()
 
         label = "how far values have moved"
-        self._told = groups.replication.all_gather(self._found, self._needed.view(-1), label, then=bring)
+        self._told = group.all_gather(self._found, self._needed.view(-1), label, then=bring)
 
     def _send_moves(self, moved: Sequence[_Sent]) -> None:
-        numel = sum(sent.received_nbytes for sent in moved)
-        if self._received.numel() < numel:
-            self._last.wait()
-            self._received = torch.empty(numel, dtype=torch.uint8, device=self._device)
-        parts = self._received[:numel].split([sent.received_nbytes for sent in moved])
-        pairs = [(part, sent.wire) for part, sent in zip(parts, moved, strict=True)]
         units = [sent.unit for sent in moved]
-        ticket = units[0].groups.replication.gather_together(
-            pairs, _label(units), then=partial(self._decode, list(moved), parts)
+        group = self._route.group(units[0].groups)
+        sizes = [group.size * sent.moves.nbytes for sent in moved]
+        received, other = self._received
+        self._received = [other, received]
+        if received.memory.numel() < sum(sizes):
+            received.read.wait()
+            received.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        parts = received.memory[: sum(sizes)].split(sizes)
+        pairs = [(part, sent.wire) for part, sent in zip(parts, moved, strict=True)]
+        received.read = ticket = group.gather_together(
+            pairs, _label(units), after=(received.read,), then=partial(self._decode, list(moved), parts)
         )
-        self._last = ticket
-        for unit in units:
-            unit.refresh.begin(ticket, confirm=self.confirm)
-            note_refresh(unit)
+        for sent in moved:
+            sent.ticket = ticket
+            note_refresh(sent.unit)
+            self._route.sent(sent.unit, ticket, self.confirm)
 
     def _decode(self, moved: Sequence[_Sent], parts: Sequence[Tensor]) -> None:
-        """On the lane: move the other replicas' pieces."""
+        """On the lane: move the other members' values."""
         for sent, part in zip(moved, parts, strict=True):
-            unit, size = sent.unit, sent.unit.groups.replication.size
-            values = unit.param_shard.data
+            unit = sent.unit
+            size = self._route.group(unit.groups).size
+            values = self._route.copies(unit)
             if self._imagined is not None:
                 values = self._imagined[: values.numel()]
-            sent.moves.decode(values.view(size, -1), part.view(size, -1), own=unit.share.piece)
+            sent.moves.decode(values.view(size, -1), part.view(size, -1), own=self._route.position(unit))
 
     def _adapt(self, sent: _Sent, needed: Room) -> None:
         index, room = sent.unit.spec.index, sent.moves.room
@@ -213,18 +325,30 @@ class MovedValues:
 
     def _make(self, unit: Unit, room: Room) -> _Sent:
         moves = Moves(unit.own_params.numel(), room)
-        return _Sent(unit, moves, torch.zeros(moves.nbytes, dtype=torch.uint8, device=self._device))
+        with torch.inference_mode(False):  # an evaluation may be the first to look
+            return _Sent(unit, moves, torch.zeros(moves.nbytes, dtype=torch.uint8, device=self._device))
 
 
 def is_moved(unit: Unit) -> bool:
-    """Whether values of a unit may go to the replicas as moves: whoever sends them has the ones of before."""
-    spec, shared = unit.spec, unit.share.masters_over_replicas and unit.groups.replication.size > 1
+    """Whether new values of a unit may go as moves: whoever makes them has the ones of before."""
+    spec = unit.spec
     has_both = spec.has_masters and not spec.casts_masters and not spec.masters_on_host
-    return shared and has_both and spec.param_dtype.itemsize == 2
+    # Of values that a gather has rounded, nobody knows how far they moved.
+    has_others = unit.groups.gather.size > 1 and not spec.gather.changes(spec.param_dtype)
+    if unit.groups.replication.size > 1:
+        has_others = unit.share.masters_over_replicas
+    return has_others and has_both and spec.param_dtype.itemsize == 2 and unit.own_params.numel() > 0
 
 
 def _with_spare(room: int, needed: int) -> int:
-    """Room for ``needed`` and some more; as it was while that is about right."""
+    """Room for ``needed`` and some more; as it was while that is about right.
+
+    It shrinks by halves: a unit that has no gradient in one step may have one in the next.
+    """
     if needed <= _FULL * room and needed >= _EMPTY * room:
         return room
-    return -(-int(_SPARE * needed + 1) // _ROUND) * _ROUND
+    return max(_rounded(_SPARE * needed + 1), _rounded(room / 2) if needed < _EMPTY * room else 0)
+
+
+def _rounded(number: float) -> int:
+    return -(-int(number) // _ROUND) * _ROUND

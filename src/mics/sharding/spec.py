@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mics.comm.codec import PLAIN, Cast, Codec
+from mics.comm.codec import PLAIN, Codec
 from mics.guard import Layout, Part
 from mics.layout.assign import ParamRef
 from mics.layout.flat import UnitLayout
+from mics.sharding.float8 import Float8Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +28,18 @@ class UnitSpec:
     master_dtype: torch.dtype
     reduce_dtype: torch.dtype
     grad_dtype: torch.dtype
-    replica_dtype: torch.dtype
-    """The format of hop 2 on the wire."""
+    gather: Codec = PLAIN
+    """What the partition group sends from node to node of parameters that modules compute with."""
+    hop_1: Codec = PLAIN
+    """What it sends from node to node of the reduce buffer, to which gradients are cast before."""
+    hop_2: Codec = PLAIN
+    """What replicas send each other of gradients."""
+    keeps_errors: bool = False
+    """What rounding in hop 2 loses is sent with the next step's gradients."""
     casts_masters: bool = False
     """Gathers cast the masters on their way: the chunk in the param format is no memory of its own."""
+    float8: Float8Format | None = None
+    """How its weights are cast to ``param_dtype``, if that is a float8."""
     state_on_host: bool = False
     """Optimizer state is in host memory, and so are masters that are memory of their own."""
 
@@ -38,6 +47,11 @@ class UnitSpec:
     def label(self) -> str:
         """What errors and traces call it."""
         return f"unit {self.name!r}"
+
+    @property
+    def seen_dtype(self) -> torch.dtype:
+        """The dtype of whole parameters as modules see them, and of their gradients."""
+        return self.param_dtype if self.float8 is None else self.float8.seen_dtype
 
     @property
     def has_masters(self) -> bool:
@@ -50,14 +64,10 @@ class UnitSpec:
         return self.state_on_host and self.has_masters
 
     @property
-    def hop_1(self) -> Codec:
-        """What hop 1 sends: the reduce buffer. Gradients are cast where they are laid out in it."""
-        return PLAIN
-
-    @property
-    def hop_2(self) -> Codec:
-        """What hop 2 sends."""
-        return Cast(self.replica_dtype)
+    def hop_2_nbytes(self) -> int:
+        """Bytes of this rank's chunk of the gradients, as replicas send it."""
+        layout = self.layout
+        return layout.num_pieces * self.hop_2.wire_nbytes(layout.piece_numel, self.grad_dtype)
 
     @property
     def gathered_nbytes(self) -> int:

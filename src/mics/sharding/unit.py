@@ -33,6 +33,7 @@ from mics.comm.world import UnitGroups
 from mics.errors import UNCOPYABLE, MicsError, SettingsError
 from mics.guard import ShardOwner, plainly
 from mics.sharding.contiguous import Contiguous
+from mics.sharding.float8 import as_sent, marks_of
 from mics.sharding.held import HeldParameters
 from mics.sharding.host_memory import HostPool
 from mics.sharding.masters import Masters
@@ -46,6 +47,7 @@ class State(enum.Enum):
     SHARDED = "sharded"  # no memory; modules hold shards
     GATHERING = "gathering"  # values are on their way, or wait for their use; modules hold shards
     GATHERED = "gathered"  # modules hold whole parameters
+    OLD = "old"  # values of before an optimizer step, which will be moved; modules hold shards
 
 
 class Refresh:
@@ -119,11 +121,11 @@ class Unit:
         self.masters = Masters(master, spec, share, device=self.device, owner=owner)
         self.shards = self.masters.shards
         given = self.param_shard if groups.gather.size == 1 else None
-        self.whole = WholeParameters(spec, self.device, given=given)
+        self.whole = WholeParameters(spec, self.device, given=given, scales=self.masters.scales)
         for old, shard, full in zip(spec.refs, self.shards, self.whole.params, strict=True):
             # Marks that users hang on parameters, such as "no weight decay".
-            shard.__dict__.update(old.param.__dict__)
-            full.__dict__.update(old.param.__dict__)
+            shard.__dict__.update(marks_of(old.param))
+            full.__dict__.update(marks_of(old.param))
         self.held = HeldParameters(spec, self)
 
     @property
@@ -143,13 +145,19 @@ class Unit:
 
     # -- whole parameters -----------------------------------------------------------------------------
 
+    def own_chunk(self) -> Tensor:
+        """This rank's chunk of the gathered parameters."""
+        span = self.share.chunk_span(self.spec.layout)
+        return self.whole.flat[span.start : span.stop]
+
     def gather_pair(self) -> tuple[Tensor, Tensor]:
         """Where a gather puts the whole parameters, and this rank's part of them."""
-        return self.whole.flat, self._own_chunk() if self.spec.casts_masters else self.param_shard
+        chunk = self.own_chunk() if self.spec.casts_masters else self.param_shard
+        return as_sent(self.whole.flat), as_sent(chunk)
 
     def cast_pair(self) -> tuple[Tensor, Tensor] | None:
         """What is to be copied first, where to and from: masters that a gather casts on their way."""
-        return (self._own_chunk(), self.param_shard) if self.spec.casts_masters else None
+        return (self.own_chunk(), self.param_shard) if self.spec.casts_masters else None
 
     def show_whole(self) -> None:
         """Let modules hold whole parameters."""
@@ -211,10 +219,15 @@ class Unit:
 
     def load(self, flat: Tensor) -> None:
         """Take this rank's part of ``flat``, all values of the unit in flat order."""
+        self.held.drop_copies(self.shards)
         self.settle_params()
-        if not self.spec.casts_masters:
-            chunk = self.share.chunk_span(self.spec.layout)
-            self.param_shard.copy_(flat[chunk.start : chunk.stop])
+        chunk, scales = self.share.chunk_span(self.spec.layout), self.masters.scales
+        own = flat[chunk.start : chunk.stop]
+        if scales is not None:
+            scales.set(scales.largest(flat, range(self.spec.layout.numel)))
+            scales.cast(self.param_shard, own, chunk)
+        elif not self.spec.casts_masters:
+            self.param_shard.copy_(own)
         if self.spec.trainable:
             span = self.share.master_span(self.spec)
             self.master.copy_(flat[span.start : span.stop])
@@ -265,11 +278,6 @@ class Unit:
                 "with requires_grad=True, and freeze what is to be trained later after mics.shard()"
             )
         full.requires_grad_(shard.requires_grad)
-
-    def _own_chunk(self) -> Tensor:
-        """This rank's chunk of the gathered parameters."""
-        span = self.share.chunk_span(self.spec.layout)
-        return self.whole.flat[span.start : span.stop]
 
 
 def note_refresh(unit: Unit) -> None:

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from mics.errors import MicsError
+from mics.sharding.float8 import Float8Scales, memory_behind, move_weight, whole_weight
 from mics.sharding.spec import UnitSpec
 
 
@@ -50,7 +51,14 @@ class WholeParameters:
     backward must gather there again.
     """
 
-    def __init__(self, spec: UnitSpec, device: torch.device, *, given: Tensor | None) -> None:
+    def __init__(
+        self,
+        spec: UnitSpec,
+        device: torch.device,
+        *,
+        given: Tensor | None,
+        scales: Float8Scales | None = None,
+    ) -> None:
         self._spec = spec
         self.nbytes = spec.gathered_nbytes
         # With one rank a group its shard is the whole unit, and ``given``: nothing to gather or to allocate.
@@ -66,7 +74,7 @@ class WholeParameters:
         self.home_number = 0  # of the planning that gave the home; 0: none has
         self.at_home = False  # which place is used
         self._lives_at_home = False  # the home is taken
-        self.params = [nn.Parameter(view, requires_grad=spec.trainable) for view in self._own_views]
+        self.params = self._make_params(scales)
         self.release()
 
     # -- memory -------------------------------------------------------------------------------------
@@ -99,7 +107,7 @@ class WholeParameters:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which has memory, is part of the whole parameters."""
-        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        return memory_behind(tensor).untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     # -- places -------------------------------------------------------------------------------------
 
@@ -127,7 +135,7 @@ class WholeParameters:
         self.at_home = at_home
         views = self._home_views if at_home else self._own_views
         for param, view in zip(self.params, views, strict=True):
-            param.data = view
+            move_weight(param, view)
 
     def move_in(
         self, segment: HomeSegment, offset: int, neighbours: Sequence[WholeParameters], *, number: int
@@ -146,6 +154,13 @@ class WholeParameters:
         self.use_place(at_home=False)
         self._home, self._home_views, self._neighbours, self.home_number = None, [], [], 0
         self._segment = None
+
+    def _make_params(self, scales: Float8Scales | None) -> list[nn.Parameter]:
+        spec, views = self._spec, self._own_views
+        if scales is None or spec.float8 is None:
+            return [nn.Parameter(view, requires_grad=spec.trainable) for view in views]
+        each = zip(views, scales.values.unbind(), spec.refs, strict=True)
+        return [whole_weight(view, scale, ref, spec.float8) for view, scale, ref in each]
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         # ``.data``: version counters of their own. Gathering writes through ``flat``, and must not look to

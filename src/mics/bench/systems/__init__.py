@@ -10,6 +10,7 @@ from mics.bench.systems.with_deepspeed import (
     MICS_VERSION,
     build_deepspeed_mics,
     build_deepspeed_zero2,
+    build_deepspeed_zeropp,
     build_zero3,
 )
 from mics.bench.systems.with_fsdp import build_fsdp2, build_hsdp, build_hsdp_kept
@@ -17,10 +18,13 @@ from mics.bench.systems.with_megatron import PACKAGE, build_megatron, build_mega
 from mics.bench.systems.with_mics import (
     build_mics,
     build_mics_host,
-    build_mics_lossless,
+    build_mics_int4,
+    build_mics_int8,
     build_mics_partition,
+    build_mics_uncompressed,
 )
 from mics.bench.systems.with_zero2 import build_zero2, build_zero2_reduce
+from mics.bench.systems.with_zeropp import build_zeropp
 
 _ALL: Final = (
     System(name="mics", build=build_mics, about="this library, with its defaults"),
@@ -35,9 +39,19 @@ _ALL: Final = (
         about="this library, masters and optimizer state in host memory between steps",
     ),
     System(
-        name="mics-lossless",
-        build=build_mics_lossless,
-        about="this library, new parameters sent as how far they have moved",
+        name="mics-uncompressed",
+        build=build_mics_uncompressed,
+        about="this library, new parameters sent to the replicas as they are",
+    ),
+    System(
+        name="mics-int8",
+        build=build_mics_int8,
+        about="this library, gradients between replicas and all between nodes of a partition group in int8",
+    ),
+    System(
+        name="mics-int4",
+        build=build_mics_int4,
+        about="the same, gradients between replicas in int4",
     ),
     System(name="fsdp2", build=build_fsdp2, partition="world", about="torch fully_shard over the world"),
     System(name="hsdp", build=build_hsdp, about="torch fully_shard over partition groups, with replicas"),
@@ -63,6 +77,12 @@ _ALL: Final = (
         build=build_zero2_reduce,
         partition="state",
         about="the same with one reduce to each owner, as DeepSpeed without use_multi_rank_bucket_allreduce",
+    ),
+    System(
+        name="zeropp",
+        build=build_zeropp,
+        partition="world",
+        about="ZeRO++: DeepSpeed's schedule (int8 gathers, hpZ, int4 gradients), our implementation on FSDP2",
     ),
     System(
         name="megatron-fsdp",
@@ -91,6 +111,14 @@ _ALL: Final = (
         isolated=True,
         partition="world",
         about="DeepSpeed ZeRO-3 over the world",
+    ),
+    System(
+        name="deepspeed-zeropp",
+        build=build_deepspeed_zeropp,
+        needs=("deepspeed",),
+        isolated=True,
+        partition="world",
+        about="DeepSpeed ZeRO++: ZeRO-3 over the world, int8 gathers, hpZ over the node, int4 gradients",
     ),
     System(
         name="deepspeed-mics",

@@ -15,9 +15,9 @@ from mics.bench.job import Job
 from mics.bench.phases import begin
 from mics.bench.systems.find_deepspeed import find_deepspeed
 from mics.bench.systems.loop import adamw
-from mics.bench.systems.protocol import Batch, check_batches
+from mics.bench.systems.mesh import ranks_per_node
+from mics.bench.systems.protocol import Batch, SystemUnavailable, check_batches
 from mics.bench.systems.start import device_of, inner_units, materialise, meta_model
-from mics.emulator import emulated_cluster
 from mics.models import GPT
 
 MICS_VERSION: Final = "0.19.2"
@@ -35,6 +35,22 @@ def build_zero3(job: Job) -> DeepSpeedTrainer:
     return DeepSpeedTrainer(job, _initialise(deepspeed, job, {}, deepspeed.zero.Init))
 
 
+def build_deepspeed_zeropp(job: Job) -> DeepSpeedTrainer:
+    """ZeRO-3 with int8 weights, a second copy divided over the node, and int4 gradients in two stages."""
+    if job.device != "cuda":
+        raise SystemUnavailable(
+            f"deepspeed-zeropp: expected device 'cuda', found {job.device!r}; its quantiser is a CUDA "
+            "extension. zeropp is its schedule on any backend"
+        )
+    deepspeed = find_deepspeed("deepspeed-zeropp", job)
+    sharding = {
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": ranks_per_node(),
+        "zero_quantized_gradients": True,
+    }
+    return DeepSpeedTrainer(job, _initialise(deepspeed, job, sharding, deepspeed.zero.Init))
+
+
 def build_deepspeed_mics(job: Job) -> DeepSpeedTrainer:
     """MiCS: shards over partition groups; gathers in two stages where a group fills several whole nodes."""
     deepspeed = find_deepspeed(
@@ -43,11 +59,10 @@ def build_deepspeed_mics(job: Job) -> DeepSpeedTrainer:
         only=MICS_VERSION,
         reason="its MiCS deadlocks from 0.19.3 to 0.19.6 and is gone from 0.19.7",
     )
-    cluster = emulated_cluster()
-    ranks_per_node = cluster.ranks_per_node if cluster else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    spans_nodes = job.partition_size > ranks_per_node > 1 and job.partition_size % ranks_per_node == 0
+    here = ranks_per_node()
+    spans_nodes = job.partition_size > here > 1 and job.partition_size % here == 0
     if spans_nodes:
-        os.environ["NDEV_PER_NODE"] = str(ranks_per_node)  # what it would else take from the number of GPUs
+        os.environ["NDEV_PER_NODE"] = str(here)  # what it would else take from the number of GPUs
     sharding = {"mics_shard_size": job.partition_size, "mics_hierarchical_params_gather": spans_nodes}
     return DeepSpeedTrainer(job, _initialise(deepspeed, job, sharding, deepspeed.zero.MiCS_Init))
 

@@ -6,15 +6,16 @@ the forward because the backward begins with it, and the rest belongs to the roo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mics.bench.job import Job
-from mics.bench.systems.loop import Loop
+from mics.bench.systems.loop import Loop, Microsteps
 from mics.bench.systems.mesh import replica_mesh, world_mesh
 from mics.bench.systems.protocol import Batch
 from mics.bench.systems.start import device_of, inner_units, materialise, meta_model
@@ -26,24 +27,32 @@ if TYPE_CHECKING:
 
 def build_fsdp2(job: Job) -> Loop:
     """One partition group as large as the world. Gradients are reduce-scattered in every micro-step."""
-    return _build(job, world_mesh(job))
+    return build_sharded(job, world_mesh(job))
 
 
 def build_hsdp(job: Job) -> Loop:
     """Partition groups of the job's size, with replicas that are all-reduced in the last micro-step only."""
-    return _build(job, _mesh(job))
+    return build_sharded(job, _mesh(job))
 
 
 def build_hsdp_kept(job: Job) -> Loop:
     """The same with parameters that stay gathered from their first use in a step to their last."""
-    return _build(job, _mesh(job), keeps=True)
+    return build_sharded(job, _mesh(job), reshard_after_forward=False, microsteps=_kept)
 
 
 def _mesh(job: Job) -> DeviceMesh:
     return world_mesh(job) if job.partition_size == dist.get_world_size() else replica_mesh(job)
 
 
-def _build(job: Job, mesh: DeviceMesh, *, keeps: bool = False) -> Loop:
+def build_sharded(
+    job: Job,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool | int = True,
+    microsteps: Microsteps | None = None,
+    use: Callable[[nn.Module], None] | None = None,
+) -> Loop:
+    """``use``: told of the sharded model, before it trains."""
     # Here, not above: it takes a second, which nobody should wait for who compares other systems.
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -54,14 +63,16 @@ def _build(job: Job, mesh: DeviceMesh, *, keeps: bool = False) -> Loop:
     model, device = meta_model(job), device_of(job)
     for unit in inner_units(model):
         materialise(unit, device)  # right before sharding, so that only one unit is ever whole
-        shard(unit, reshard_after_forward=not keeps)
+        shard(unit, reshard_after_forward=reshard_after_forward)
     materialise(model, device)
     if not job.model.tie_weights:
         assert isinstance(model.embedding, FSDPModule)
         model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weights
         shard([model.norm, model.head], reshard_after_forward=False)
     shard(model)
-    return Loop(job, model, microsteps=_kept if keeps else _announced)
+    if use is not None:
+        use(model)
+    return Loop(job, model, microsteps=microsteps or _announced)
 
 
 def _announced(model: FSDPModule, batches: Sequence[Batch]) -> Iterator[Batch]:

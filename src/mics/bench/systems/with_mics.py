@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import mics
 from mics.bench.job import Job
@@ -12,9 +12,16 @@ from mics.cost.memory import USABLE, Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import shape_of_config
 from mics.emulator import emulated_cluster
+from mics.layout.compression import LOSSLESS, UNCOMPRESSED
 
 
-def build_mics(job: Job, *, microsteps: Microsteps = mics.microsteps, **settings: Any) -> Loop:
+def build_mics(
+    job: Job,
+    *,
+    microsteps: Microsteps = mics.microsteps,
+    compression: mics.Compression | None = LOSSLESS,
+    **settings: Any,
+) -> Loop:
     """With its defaults, or other ``settings`` of ``mics.shard``.
 
     Where only some blocks run, it gathers as far ahead and keeps as large a share as it would of all of them.
@@ -24,13 +31,17 @@ def build_mics(job: Job, *, microsteps: Microsteps = mics.microsteps, **settings
         # From meta, shards go to a GPU wherever the collectives reach one.
         materialise(model, device_of(job))
     if job.whole_layers is not None:
-        settings.setdefault("prefetch", _prefetch_of_whole(job))
+        settings.setdefault("prefetch", _prefetch_of_whole(job, compression or UNCOMPRESSED))
+    rounds_hop_2 = compression is not None and compression.hop2 is not None
     mics.shard(
         model,
         partition_size=job.partition_size,
         precision=mics.Precision(
-            param_dtype=job.param, reduce_dtype=job.reduce, replica_reduce_dtype=job.reduce
+            param_dtype=job.param,
+            reduce_dtype=job.reduce,
+            replica_reduce_dtype=None if rounds_hop_2 else job.reduce,
         ),
+        compression=compression,
         activations=mics.Activations(
             checkpoint="unit" if job.checkpoint else "none",
             offload=job.offload,
@@ -41,7 +52,7 @@ def build_mics(job: Job, *, microsteps: Microsteps = mics.microsteps, **settings
     return Loop(job, model, microsteps=microsteps, clip=mics.clip_grad_norm_)
 
 
-def _prefetch_of_whole(job: Job) -> mics.Prefetch | Literal["auto"]:
+def _prefetch_of_whole(job: Job, compression: mics.Compression) -> mics.Prefetch | Literal["auto"]:
     """What the cost model says about the whole model: fewer blocks would leave memory that it has not."""
     cluster = emulated_cluster()
     if cluster is None:
@@ -56,6 +67,7 @@ def _prefetch_of_whole(job: Job) -> mics.Prefetch | Literal["auto"]:
         accumulation=job.accumulation,
         activations=Keeping(checkpoint=job.checkpoint, offload=job.offload),
         wire_nbytes=job.reduce.itemsize,
+        compression=compression,
     )
     nbytes = job.model.num_parameters * job.param.itemsize
     largest = whole.model.largest_numel * job.param.itemsize
@@ -71,5 +83,11 @@ build_mics_partition = partial(build_mics, optimizer_sharding="partition")
 """Every replica updates the whole of its shards, as HSDP does."""
 build_mics_host = partial(build_mics, optimizer_state="host")
 """Masters and optimizer state are in host memory between steps."""
-build_mics_lossless = partial(build_mics, compression=mics.Compression(refresh="lossless"))
-"""New parameters go to the replicas as how far they have moved."""
+build_mics_uncompressed = partial(build_mics, compression=None)
+"""New parameters go to the replicas as they are."""
+INT8: Final = mics.Compression(hop2="int8", inter_gather="int8", inter_reduce="int8")
+INT4: Final = replace(INT8, hop2="int4")
+build_mics_int8 = partial(build_mics, compression=INT8)
+"""Gradients between replicas, and what a partition group sends from node to node, in int8."""
+build_mics_int4 = partial(build_mics, compression=INT4)
+"""The same with gradients between replicas in int4."""

@@ -215,7 +215,7 @@ class Zero2Trainer:
         self._optimizer.step()
         with torch.no_grad():
             own = self._masters.detach().to(self._job.param)
-            _all_gather(self._flat, own)
+            all_gather(self._flat, own)
         self._grads.zero_()
 
 
@@ -228,10 +228,11 @@ def _positions(model: nn.Module) -> dict[str, range]:
     return found
 
 
-def _all_gather(whole: Tensor, own: Tensor) -> None:
+def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """``own`` of every rank into ``whole``."""
     # torch 2.13 has another name for it; looked up here, where whoever counts collectives has put their own.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, own)
+    gather(whole, own, group=group)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -1,0 +1,165 @@
+"""Collectives as the engine runs them: in one stage or in two, values as they are or rounded between nodes.
+
+What is rounded (``mics.Compression``) has a kernel before the collective and one after it. Each reads and
+writes the device's memory once. Sums are made of decoded values: a reduction is an exchange of chunks then.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from mics.cost.clusters import Cluster
+from mics.cost.collectives import Cost, Kind, Span, cost
+from mics.layout.compression import Compression
+
+_SUM_NBYTES: Final = 2  # of a sum that goes to all replicas: bfloat16
+_GRADIENT: Final = 4  # bytes, float32
+_ERROR: Final = 2  # bytes, of what rounding has lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One collective, and the kernels that round what leaves and read what came."""
+
+    cost: Cost
+    link: str = ""
+    """"inter" or "intra" of two stages; empty: there is one."""
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.encode_seconds + self.cost.seconds + self.decode_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What rounding leaves of the bytes that a partition group sends from node to node; 1: all of them."""
+
+    gather: float = 1.0
+    reduce: float = 1.0
+
+    @classmethod
+    def of(cls, compression: Compression, *, param_nbytes: float, wire_nbytes: float) -> Shares:
+        """Of elements that take ``param_nbytes``, and their gradients ``wire_nbytes``, where nothing is."""
+        return cls(
+            gather=compression.inter_gather_nbytes(param_nbytes) / param_nbytes,
+            reduce=compression.inter_reduce_nbytes(wire_nbytes) / wire_nbytes,
+        )
+
+
+WHOLE: Final = Shares()
+
+
+def move_stages(
+    cluster: Cluster, kind: Kind, span: Span, nbytes: int, *, two_stage: bool, share: float = 1.0
+) -> list[Stage]:
+    """Of a gather or a reduction of ``nbytes`` over a partition group, in their order.
+
+    ``share`` is left of what goes from node to node. In one stage over several nodes that is everything.
+    """
+    if not two_stage:
+        return [_between_nodes(cluster, kind, span, nbytes, share)]
+    inter = Span(size=span.num_nodes, num_nodes=span.num_nodes, on_a_node=1)
+    intra = Span(size=span.on_a_node, num_nodes=1, on_a_node=span.on_a_node)
+    stages = [
+        _between_nodes(cluster, kind, inter, nbytes // span.on_a_node, share, "inter"),
+        Stage(cost=cost(cluster, kind, intra, nbytes), link="intra"),
+    ]
+    return stages if kind is Kind.ALL_GATHER else stages[::-1]
+
+
+def _between_nodes(
+    cluster: Cluster, kind: Kind, span: Span, nbytes: int, share: float, link: str = ""
+) -> Stage:
+    if share == 1.0 or span.num_nodes == 1:
+        return Stage(cost=cost(cluster, kind, span, nbytes), link=link)
+    wire, chunk = share * nbytes, nbytes / span.size
+    if kind is Kind.ALL_GATHER:
+        encoded, decoded = chunk + share * chunk, wire + nbytes
+    else:
+        kind, encoded, decoded = Kind.ALL_TO_ALL, nbytes + wire, wire + chunk
+    return Stage(
+        cost=cost(cluster, kind, span, int(wire)),
+        link=link,
+        encode_seconds=_kernel_seconds(cluster, encoded),
+        decode_seconds=_kernel_seconds(cluster, decoded),
+    )
+
+
+def hop_2_stages(
+    cluster: Cluster,
+    span: Span,
+    numel: float,
+    *,
+    wire_nbytes: int,
+    compression: Compression,
+    exchanges: bool,
+    whole: bool,
+) -> list[Stage]:
+    """Of ``numel`` gradients across replicas.
+
+    ``wire_nbytes``: of one, where nothing is rounded. ``exchanges``: replicas send each to each instead of in
+    a ring. ``whole``: every replica needs all sums.
+    """
+    if compression.hop2 is None:
+        kind = Kind.ALL_REDUCE if whole else Kind.ALL_TO_ALL if exchanges else Kind.REDUCE_SCATTER
+        return [Stage(cost=cost(cluster, kind, span, int(wire_nbytes * numel)))]
+    wire, values = compression.hop_2_nbytes(wire_nbytes) * numel, _GRADIENT * numel
+    errors = 2 * _ERROR * numel if compression.keeps_errors else 0.0
+    found = [
+        Stage(
+            cost=cost(cluster, Kind.ALL_TO_ALL, span, int(wire)),
+            encode_seconds=_kernel_seconds(cluster, values + errors + wire),
+            decode_seconds=_kernel_seconds(cluster, wire + values / span.size),
+        )
+    ]
+    if whole:
+        sums = _SUM_NBYTES * numel
+        kind = Kind.ALL_TO_ALL if exchanges else Kind.ALL_GATHER
+        found.append(
+            Stage(
+                cost=cost(cluster, kind, span, int(sums)),
+                encode_seconds=_kernel_seconds(cluster, (values + sums) / span.size),
+                decode_seconds=_kernel_seconds(cluster, sums + values),
+            )
+        )
+    return found
+
+
+def hop_2_nbytes(compression: Compression, wire_nbytes: int, *, whole: bool) -> float:
+    """Of a gradient between replicas: in a reduction, and in a gather where all need the sum."""
+    found = compression.hop_2_nbytes(wire_nbytes)
+    if not whole:
+        return found
+    return found + (wire_nbytes if compression.hop2 is None else _SUM_NBYTES)
+
+
+def staged_nbytes(
+    compression: Compression,
+    partition: Span,
+    num_replicas: int,
+    *,
+    param_nbytes: int,
+    wire_nbytes: int,
+    two_stage: bool,
+    whole: bool,
+) -> float:
+    """Of an element of the largest unit: what is rounded waits in memory of its own, sent and received."""
+    found, staged = 0.0, partition.on_a_node if two_stage else 1
+    if partition.num_nodes > 1:
+        if compression.inter_gather is not None:
+            found += compression.inter_gather_nbytes(param_nbytes) / staged
+        if compression.inter_reduce is not None:
+            found += 2 * compression.inter_reduce_nbytes(wire_nbytes) / staged
+    if num_replicas > 1 and compression.hop2 is not None:
+        wire = compression.hop_2_nbytes(wire_nbytes)
+        found += (wire + max(wire, _SUM_NBYTES if whole else 0)) / partition.size
+    return found
+
+
+def _kernel_seconds(cluster: Cluster, nbytes: float) -> float:
+    """To read or write so many bytes; nothing where the device's speed is not known."""
+    return nbytes / (cluster.memory_bandwidth or math.inf)

@@ -1,0 +1,421 @@
+"""Gradients and parameters that are rounded on their way: sums, bytes, replicas, what is lost and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mics
+from mics.comm import GroupCollectives, TrafficCounter
+from mics.comm.codec import Codec
+from mics.comm.quantized import Quantized, codec_of
+from mics.comm.two_stage import TwoStageCollectives
+from tests import toys
+from tests.ranks import run_expecting_error, run_ranks
+
+_DIM = 72  # units of several blocks of 64, and a part of one
+
+
+def _group(group: dist.ProcessGroup | None = None, axis: str = "replication") -> GroupCollectives:
+    return GroupCollectives(group or dist.group.WORLD, axis=axis, counter=TrafficCounter(), liveness=None)
+
+
+def _rows(numel: int) -> list[Tensor]:
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+
+
+def _decoded(codec: Codec, values: Tensor, count: int) -> Tensor:
+    """What arrives of ``values`` that go to so many members."""
+    rows = values.view(count, -1)
+    wires = torch.empty(count, codec.wire_nbytes(rows.shape[1], rows.dtype), dtype=torch.uint8)
+    codec.encode(wires, rows)
+    found = torch.empty_like(rows)
+    codec.decode(found, wires)
+    return found.view(-1)
+
+
+def _reduced(format: str) -> bool:
+    """Each member's chunk is rounded once, where it leaves, and added in float32."""
+    codec, rank = codec_of(format), dist.get_rank()
+    rows = _rows(4 * 200)
+    own = rows[rank].clone()
+    chunk = own.view(4, -1)[rank]
+    _group().reduce_together([(chunk, own)], "a test", codec)
+    expected = torch.zeros(200)
+    for row in rows:
+        expected += _decoded(codec, row, 4).view(4, -1)[rank]
+    summed = rows[rank].clone()
+    _group().all_reduce_together([summed], "a test", codec)
+    every = [torch.empty_like(summed) for _ in range(4)]
+    dist.all_gather(every, summed)
+    return (
+        torch.equal(chunk, expected)
+        and all(torch.equal(each, summed) for each in every)
+        and torch.equal(summed.view(4, -1)[rank], expected.bfloat16().float())
+    )
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_sums_are_made_of_decoded_values(format: str) -> None:
+    assert all(run_ranks(4, _reduced, format))
+
+
+def _staged() -> bool:
+    """Two nodes of two: between nodes values are rounded, and once; inside a node they are not."""
+    rank, codec = dist.get_rank(), Quantized(8)
+    intra = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    inter = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    both = TwoStageCollectives(
+        intra=_group(intra, "intra"), inter=_group(inter, "inter"), counter=TrafficCounter()
+    )
+    rows, place = _rows(4 * 200), both.position
+    buffer = rows[rank].clone()
+    chunk = buffer.view(4, -1)[place]
+    for _, action in both.reduce_stages([(chunk, buffer)], "a test", codec):
+        action()
+    nodes = [(rows[0] + rows[1]).view(2, 2, -1), (rows[2] + rows[3]).view(2, 2, -1)]
+    local, node = divmod(place, 2)
+    expected = sum(_decoded(codec, each[local].reshape(-1), 2).view(2, -1)[node] for each in nodes)
+    out, shard = torch.empty(4 * 200), _rows(200)[rank]
+    for _, action in both.gather_stages([(out, shard)], "a test", codec):
+        action()
+    order = [0, 2, 1, 3]  # of chunks
+    found = torch.cat([_decoded(codec, _rows(200)[each], 1) for each in order])
+    return torch.equal(chunk, expected) and torch.equal(out, found)
+
+
+def test_two_stages_round_between_nodes_alone() -> None:
+    assert all(run_ranks(4, _staged))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(_DIM, _DIM), nn.Linear(_DIM, _DIM), nn.LayerNorm(_DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Block() for _ in range(3)))
+    model[1].up.weight.requires_grad_(False)
+    return model
+
+
+def _batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    return toys.floats(step, micro, rank, dim=_DIM, batch=4)
+
+
+Happening = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+def _train(
+    compression: mics.Compression | None,
+    happens: Happening | None = None,
+    *,
+    first: int = 0,
+    steps: int = 12,
+    accumulation: int = 2,
+    load: str | None = None,
+    announced: bool = True,
+    device: str = "cpu",
+    **settings: Any,
+) -> tuple[list[float], dict[str, Tensor], dict[tuple[str, str], int]]:
+    """Losses, whole parameters, and bytes by axis and kind."""
+    dtype = settings.get("precision", mics.Precision()).param_dtype
+    model = mics.shard(_model().to(device), compression=compression, audit_interval=1, **settings)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    if load is not None:
+        mics.load(load, model, optimizer)
+    losses = []
+    for step in range(first, steps):
+        micros = range(accumulation)
+        for micro in mics.microsteps(model, micros) if announced else micros:
+            x, y = (each.to(device) for each in _batch(step, micro, dist.get_rank()))
+            loss = (model(x if dtype is None else x.to(dtype)) - y).square().mean() / accumulation
+            loss.backward()
+            losses.append(loss.item())
+        mics.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if happens is not None:
+            happens(model, optimizer, step)
+    mics.audit_replicas(model)
+    mics.memory_report(model, show=False)
+    whole = {name: value.cpu() for name, value in mics.full_state_dict(model, rank0_only=False).items()}
+    return losses, whole, dict(mics.traffic(model).nbytes)
+
+
+def _beside(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """How far apart two models are, of how far training has moved the second."""
+    start = _model().state_dict()
+    names = [name for name in start if not torch.equal(start[name], other[name])]
+    apart = torch.cat([(one[name] - other[name]).flatten() for name in names]).norm()
+    moved = torch.cat([(other[name] - start[name]).flatten() for name in names]).norm()
+    return (apart / moved).item()
+
+
+@pytest.mark.parametrize(
+    ("compression", "settings", "share", "apart"),
+    [
+        ({"hop2": "int8"}, {"partition_size": 2}, 0.2656, 0.05),
+        ({"hop2": "int4"}, {"partition_size": 1}, 0.1334, 0.4),
+        pytest.param({"hop2": "bf16"}, {"partition_size": 2}, 0.5, 0.03, marks=pytest.mark.full),
+        pytest.param(
+            {"hop2": "int8", "hop2_error_feedback": False},
+            {"partition_size": 2, "announced": False},
+            0.2656,
+            0.1,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"hop2": "int8"}, {"partition_size": 2, "low_memory": True}, 0.2656, 0.05, marks=pytest.mark.full
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_between_replicas(
+    compression: dict[str, Any], settings: dict[str, Any], share: float, apart: float
+) -> None:
+    """Close to float32 in a fraction of the bytes. Replicas stay equal: the audit sees it."""
+    exact = run_ranks(4, _train, None, kwargs=settings, ranks_per_node=2)
+    found = run_ranks(
+        4, _train, mics.Compression(refresh=None, **compression), kwargs=settings, ranks_per_node=2
+    )
+    for (_, there, sent), (_, expected, whole) in zip(found, exact, strict=True):
+        assert 0 < _beside(there, expected) < apart
+        key = "replication", "reduce_scatter"
+        assert sent[key] / whole[key] == pytest.approx(share, rel=0.03)
+        assert {other: n for other, n in sent.items() if other != key} == {
+            other: n for other, n in whole.items() if other != key
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+def test_between_nodes_of_a_partition_group(dtype: torch.dtype) -> None:
+    """Parameters and gradients are rounded from node to node alone, so fewer bytes cross there."""
+    settings: dict[str, Any] = {"partition_size": 4, "precision": mics.Precision(param_dtype=dtype)}
+    compression = mics.Compression(inter_gather="int8", inter_reduce="int8")
+    exact = run_ranks(4, _train, None, kwargs=settings, ranks_per_node=2)
+    found = run_ranks(4, _train, compression, kwargs=settings, ranks_per_node=2)
+    narrow = {"all_gather": 1.031 / dtype.itemsize, "reduce_scatter": 1.031 / 4}
+    for (_, there, sent), (_, expected, whole) in zip(found, exact, strict=True):
+        assert 0 < _beside(there, expected) < 0.2
+        for kind, share in narrow.items():
+            assert share <= sent["inter", kind] / whole["inter", kind] < 1.15 * share  # of small units, too
+            assert sent["intra", kind] == whole["intra", kind]
+            assert sent["partition", kind] == sent["inter", kind] + sent["intra", kind]
+
+
+def _evaluate_twice() -> bool:
+    """What modules compute with is the same on all ranks; what is read and saved is not rounded."""
+    plain, rounded = (
+        mics.shard(_model(), partition_size=4, compression=mics.Compression(inter_gather=format))  # type: ignore[arg-type]
+        for format in (None, "int8")
+    )
+    x = torch.ones(2, _DIM)
+    with torch.no_grad():
+        one, other = plain(x), rounded(x)
+    every = [torch.empty_like(other) for _ in range(4)]
+    dist.all_gather(every, other)
+    whole = mics.full_state_dict(rounded, rank0_only=False)
+    same = all(torch.equal(whole[name], value) for name, value in _model().state_dict().items())
+    with mics.summon_full_params(rounded, write=True):
+        pass
+    again = mics.full_state_dict(rounded, rank0_only=False)
+    return (
+        same
+        and all(torch.equal(again[name], value) for name, value in whole.items())
+        and all(torch.equal(each, other) for each in every)
+        and 0 < (one - other).abs().max() < 0.05
+    )
+
+
+def test_parameters_themselves_are_not_rounded() -> None:
+    assert all(run_ranks(4, _evaluate_twice, ranks_per_node=2))
+
+
+def _largest(refresh: str | None) -> tuple[list[float], float]:
+    """Losses, and the largest number that modules compute with, of units that stay over a step."""
+    compression = mics.Compression(refresh=refresh, inter_gather="int8")  # type: ignore[arg-type]
+    staying = mics.Prefetch(units=1, stay_nbytes=1 << 30)
+    largest = 0.0
+
+    def look(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        nonlocal largest
+        with torch.inference_mode():
+            largest = max(largest, model(torch.ones(2, _DIM, dtype=torch.bfloat16)).abs().max().item())
+
+    precision = mics.Precision(param_dtype=torch.bfloat16)
+    losses = _train(compression, look, partition_size=4, prefetch=staying, precision=precision, steps=8)[0]
+    return losses, largest
+
+
+def test_what_a_gather_rounded_is_not_moved() -> None:
+    """Nobody knows how far a rounded value moved: with and without lossless refreshes the run is the same."""
+    found, expected = (run_ranks(4, _largest, each, ranks_per_node=2) for each in ("lossless", None))
+    assert found == expected
+
+
+def _in_inference_mode(folder: str) -> bool:
+    """What an evaluation allocates first, and a save inside one, is used by training later."""
+    model = mics.shard(
+        _model(),
+        partition_size=2,
+        prefetch=0,
+        compression=mics.Compression(hop2="int8", inter_gather="int8", inter_reduce="int8"),
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        with torch.inference_mode():
+            model(torch.ones(2, _DIM))
+            mics.memory_report(model, show=False)
+            mics.save(folder, model, optimizer)
+        x, y = _batch(step, 0, dist.get_rank())
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return True
+
+
+def test_evaluations_come_first(tmp_path: Path) -> None:
+    assert all(run_ranks(4, _in_inference_mode, str(tmp_path / "saved"), ranks_per_node=1))
+
+
+def _saves(folder: str) -> Happening:
+    def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 3:
+            mics.save(folder, model, optimizer)
+
+    return save
+
+
+def _interrupted(folder: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """A run that saves after four steps, and what is left of its losses."""
+    losses, whole, _ = _train(mics.Compression(hop2="int4"), _saves(folder), steps=8, **settings)
+    return losses[8:], whole
+
+
+def _resumed(folder: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    return _train(mics.Compression(hop2="int4"), first=4, steps=8, load=folder, **settings)[:2]
+
+
+@pytest.mark.parametrize("optimizer_sharding", ["world", pytest.param("partition", marks=pytest.mark.full)])
+def test_resumes_to_the_bit(tmp_path: Path, optimizer_sharding: str) -> None:
+    """With what rounding had lost; a run without that is another one. On two ranks it resumes, too."""
+    folder, settings = str(tmp_path / "saved"), {"optimizer_sharding": optimizer_sharding}
+    whole_run = run_ranks(4, _interrupted, folder, kwargs={"partition_size": 2, **settings})
+    resumed = run_ranks(4, _resumed, folder, kwargs={"partition_size": 2, **settings})
+    for (losses, there), (expected, then) in zip(resumed, whole_run, strict=True):
+        assert losses == expected
+        assert all(torch.equal(there[name], value) for name, value in then.items())
+    forgetful = run_ranks(4, _without_errors, folder, kwargs={"partition_size": 2, **settings})
+    assert forgetful[0][0] != whole_run[0][0]
+    on_two = run_ranks(2, _resumed, folder, kwargs={"partition_size": 1, **settings})
+    assert _beside(on_two[0][1], whole_run[0][1]) < 0.5
+
+
+def _grown(folder: str) -> bool:
+    """A part that is sharded later has an engine, and errors, of its own."""
+    compression = mics.Compression(hop2="int4")
+    model = mics.shard(_model(), partition_size=1, compression=compression)
+    assert isinstance(model, nn.Sequential)
+    model.append(mics.shard(_Block(), partition_size=1, compression=compression))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(3):
+        if step == 2:
+            mics.save(folder, model, optimizer)
+        x, y = _batch(step, 0, dist.get_rank())
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    went_on = mics.full_state_dict(model, rank0_only=False)
+    mics.load(folder, model, optimizer)
+    x, y = _batch(2, 0, dist.get_rank())
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    again = mics.full_state_dict(model, rank0_only=False)
+    return all(torch.equal(again[name], value) for name, value in went_on.items())
+
+
+@pytest.mark.full
+def test_a_model_that_grew_resumes_to_the_bit(tmp_path: Path) -> None:
+    assert all(run_ranks(2, _grown, str(tmp_path / "saved")))
+
+
+def _without_errors(folder: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    compression = mics.Compression(hop2="int4", hop2_error_feedback=False)
+    return _train(compression, first=4, steps=8, load=folder, **settings)[:2]
+
+
+def _overflows() -> bool:
+    """A step whose gradients overflow is left out on all ranks, and leaves nothing behind."""
+    model = mics.shard(_model(), partition_size=2, compression=mics.Compression(hop2="int8"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = mics.full_state_dict(model, rank0_only=False)
+    scales = []
+    for step in range(3):
+        x, y = _batch(step, 0, dist.get_rank())
+        loss = (model(x) - y).square().mean()
+        if step == 1 and dist.get_rank() == 3:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        after = mics.full_state_dict(model, rank0_only=False)
+        changed = any(not torch.equal(after[name], value) for name, value in before.items())
+        if changed != (step != 1) or not all(value.isfinite().all() for value in after.values()):
+            return False
+        before = after
+    return scales == [2.0, 1.0, 1.0]
+
+
+def test_an_overflow_leaves_nothing_behind() -> None:
+    assert all(run_ranks(4, _overflows))
+
+
+def test_refuses_what_it_does_not_know() -> None:
+    for field, found in [("hop2", "int3"), ("inter_gather", "int4"), ("inter_reduce", 8)]:
+        with pytest.raises(mics.SettingsError, match=rf"Compression.{field}: expected .* found {found!r}"):
+            mics.Compression(**{field: found})
+    with pytest.raises(mics.SettingsError, match=r"hop2_error_feedback: expected True or False, found 'no'"):
+        mics.Compression(hop2_error_feedback="no")  # type: ignore[arg-type]
+
+
+def _shard_twice_narrow() -> None:
+    mics.shard(
+        _model(),
+        precision=mics.Precision(replica_reduce_dtype=torch.bfloat16),
+        compression=mics.Compression(hop2="int8"),
+    )
+
+
+def test_refuses_two_formats_of_one_hop() -> None:
+    for found in run_expecting_error(2, _shard_twice_narrow):
+        assert "expected one format of gradients between replicas, found two" in found.message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition_size", [2, 4])
+def test_under_nccl(partition_size: int) -> None:
+    """Rounded as on CPU ranks; replicas and ranks of a group stay equal."""
+    compression = mics.Compression(hop2="int8", inter_gather="int8", inter_reduce="int8")
+    settings: dict[str, Any] = {"partition_size": partition_size, "device": "cuda"}
+    exact, found = (
+        run_ranks(4, _train, each, backend="nccl", ranks_per_node=2, kwargs=settings)
+        for each in (None, compression)
+    )
+    assert all(0 < _beside(one[1], other[1]) < 0.3 for one, other in zip(found, exact, strict=True))
