@@ -14,8 +14,11 @@ the ranks of one host stays on its loopback and is in neither number.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 UPLINK_VARIABLE = "MICS_UPLINK_DEV"
 """Set in every process of the cluster: the name of its host's uplink interface."""
@@ -44,3 +47,21 @@ def uplink_nbytes() -> Traffic:
         )
     sent, received = (int(file.read_text()) for file in statistics_files(device))
     return Traffic(sent_nbytes=sent, received_nbytes=received)
+
+
+def uplink_nbytes_of(work: Callable[[], object]) -> Traffic:
+    """Bytes over this host's uplink while all ranks do ``work``, which must leave nothing under way.
+
+    All ranks call it; those of one host find the same. Two barriers are in the numbers: a few hundred bytes.
+    """
+    dist.barrier()
+    before = uplink_nbytes()
+    dist.barrier()  # nobody sends before all have read
+    work()
+    dist.barrier()
+    after = uplink_nbytes()
+    dist.barrier()
+    return Traffic(
+        sent_nbytes=after.sent_nbytes - before.sent_nbytes,
+        received_nbytes=after.received_nbytes - before.received_nbytes,
+    )
