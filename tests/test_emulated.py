@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mics
 from mics.comm import GroupCollectives, TrafficCounter
+from mics.comm.quantized import Quantized
 from mics.cost.clusters import Cluster, Link
 from mics.cost.collectives import Cost, Kind, Span, cost
 from mics.emulator import emulated_cluster
@@ -319,6 +320,23 @@ def test_what_imagined_ranks_hold(imagined: Literal["different", "copies", "zero
         assert torch.equal(whole[:3], torch.ones(3))
         assert whole.eq(1).sum() == (3 * others + 3 if imagined == "copies" else 3)
         assert whole.eq(0).sum() == (3 * others if imagined == "zeros" else 0)
+
+
+def test_imagined_ranks_hold_other_encoded_numbers() -> None:
+    """A gather in int8 has other values in every row that one kernel writes, of the size of this rank's own."""
+    own = torch.randn(256)
+    codec = Quantized(8)
+    with mics.emulate(CLUSTER):
+        size = dist.get_world_size()
+        wires = torch.zeros(size, codec.wire_nbytes(256, own.dtype), dtype=torch.uint8)
+        codec.encode(wires[:1], own.view(1, -1))
+        dist.all_gather_into_tensor(wires.view(-1).view(torch.int8), wires[0].view(torch.int8))
+        whole = torch.zeros(size, 256)
+        codec.decode(whole, wires)
+    torch.testing.assert_close(whole[0], own, rtol=0, atol=0.02)
+    assert whole.abs().max() < 4 * own.abs().max()
+    for row in (1, 2, 4):
+        assert whole[row].ne(whole[0]).float().mean() > 0.4
 
 
 def test_thousands_of_ranks() -> None:

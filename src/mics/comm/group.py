@@ -215,7 +215,8 @@ class GroupCollectives:
         wires = self._scratch.take("sent", self._size * nbytes, out).view(self._size, -1)
         own = wires[self._position]
         codec.encode(own.unsqueeze(0), shard.view(1, -1))
-        self.all_gather(wires.view(-1), own, label)
+        # As int8, which says that these bytes are numbers: imagined members have others.
+        self.all_gather(wires.view(-1).view(torch.int8), own.view(torch.int8), label)
         codec.decode(out.view(self._size, -1), wires)
 
     def _send_to_all(self, out: Tensor, shard: Tensor, label: str) -> None:

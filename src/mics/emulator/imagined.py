@@ -1,8 +1,9 @@
 """What imagined members of a group bring.
 
 Each of them is taken to hold much the same as this rank: a gather repeats this rank's part, times a factor
-near plus or minus one where that makes sense; a sum multiplies it. What comes from one particular other rank
-is a copy of this rank's own where there is one, else zeros.
+near plus or minus one where that makes sense, and with other low bits where these are encoded numbers
+(int8); a sum multiplies it. What comes from one particular other rank is a copy of this rank's own where there
+is one, else zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch.distributed.distributed_c10d import ReduceOp
 from mics.emulator.fabric import Imagined
 
 _FACTORS = (-1.0625, 0.9375, -0.96875, 1.03125)  # of one set of imagined members to the next
+# Likewise, of encoded numbers: bits of the lower of two bytes that differ. A bfloat16 keeps its exponent, and the
+# code of an int8 changes by at most 63.
+_FLIPS = (0x2B, 0x15, 0x37, 0x0E)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class ImaginedMembers:
         # Equal rows of a weight would cancel to zeros, which multiply faster.
         if self._varies(target):
             torch.mul(source, _FACTORS[number % len(_FACTORS)], out=target)
+        elif target.dtype is torch.int8 and self.hold == "different" and source.shape[-1] % 2 == 0:
+            flips = _FLIPS[number % len(_FLIPS)]
+            torch.bitwise_xor(source.view(torch.int16), flips, out=target.view(torch.int16))
         else:
             target.copy_(source)
 

@@ -82,7 +82,7 @@ class _Gather(_Comm):
         own = input_tensor.new_empty(_WEIGHTS.wire_nbytes(numel, input_tensor.dtype), dtype=torch.uint8)
         _WEIGHTS.encode(own.unsqueeze(0), input_tensor.reshape(1, -1))
         wires = own.new_empty(group.size() * own.numel())
-        all_gather(wires, own, group)
+        all_gather(wires.view(torch.int8), own.view(torch.int8), group)  # imagined members have other numbers
         _WEIGHTS.decode(output_tensor.view(group.size(), -1), wires.view(group.size(), -1))
 
 
