@@ -323,7 +323,7 @@ def test_what_imagined_ranks_hold(imagined: Literal["different", "copies", "zero
 
 
 def test_imagined_ranks_hold_other_encoded_numbers() -> None:
-    """A gather in int8 has other values in every row that one kernel writes, of the size of this rank's own."""
+    """A gather in int8 has other values in the rows of others, of the size of this rank's own."""
     own = torch.randn(256)
     codec = Quantized(8)
     with mics.emulate(CLUSTER):

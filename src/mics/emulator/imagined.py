@@ -2,8 +2,8 @@
 
 Each of them is taken to hold much the same as this rank: a gather repeats this rank's part, times a factor
 near plus or minus one where that makes sense, and with other low bits where these are encoded numbers
-(int8); a sum multiplies it. What comes from one particular other rank is a copy of this rank's own where there
-is one, else zeros.
+(int8); a sum multiplies it. What comes from one particular other rank is a copy of this rank's own where
+there is one, else zeros.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import ReduceOp
 from mics.emulator.fabric import Imagined
 
 _FACTORS = (-1.0625, 0.9375, -0.96875, 1.03125)  # of one set of imagined members to the next
-# Likewise, of encoded numbers: bits of the lower of two bytes that differ. A bfloat16 keeps its exponent, and the
-# code of an int8 changes by at most 63.
+# Likewise, of encoded numbers: bits of the lower of two bytes that differ. A bfloat16 keeps its exponent, and
+# a code of int8 changes by at most 63.
 _FLIPS = (0x2B, 0x15, 0x37, 0x0E)
 
 
