@@ -17,7 +17,7 @@ from mics.cost.collectives import Kind, Span, cost
 from mics.cost.memory import Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import named_shape
-from mics.cost.stages import Shares, hop_2_stages, move_stages
+from mics.cost.stages import Shares, hop_2_stages, move_stages, with_moves
 from mics.cost.step_bytes import step_bytes
 from mics.layout.compression import LOSSLESS, UNCOMPRESSED
 from mics.planner.systems import SYSTEMS, predict
@@ -123,6 +123,40 @@ def test_what_rounding_loses_takes_memory_where_there_are_replicas() -> None:
     assert "lost in rounding" not in _setting(512).need().on_device()
     without = replace(_INT8, hop2_error_feedback=False)
     assert "lost in rounding" not in _setting(8, without).need().on_device()
+
+
+def test_moves_take_memory_and_kernels() -> None:
+    """Of own values, and of two units of all members; of units that stay where there are no replicas."""
+    shape = named_shape("gpt-3.6b")
+    for size, over, stays in ((8, 512, None), (512, 512, _setting(512, LOSSLESS).stay_nbytes / 2)):
+        moved, plain = _setting(size, LOSSLESS), _setting(size, UNCOMPRESSED)
+        own, received = (shape.num_parameters, 1 / 8) if stays is None else (stays, 1.0)
+        expected = 0.66 * (own / over + 2 * shape.largest_numel * received)
+        assert moved.memory().between_blocks["moves"] == pytest.approx(expected, rel=0.01)
+        assert "moves" not in plain.memory().between_blocks
+        with patch("mics.cost.stages._kernel_seconds", lambda cluster, nbytes: 0.0):
+            free = predict(_setting(size, LOSSLESS)).step_seconds
+        assert free <= predict(moved).step_seconds < predict(plain).step_seconds
+    (stage,) = with_moves(
+        _ORDINARY,
+        move_stages(_ORDINARY, Kind.ALL_GATHER, _over(4), 400, two_stage=False),
+        own_nbytes=14e6,
+        nbytes=6e9,
+    )
+    assert stage.encode_seconds == pytest.approx(0.11e-3, rel=0.05), "as measured"
+    assert 627e9 < 6e9 / stage.decode_seconds < 644e9, "as measured"
+
+
+def test_any_number_of_terms_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """More than there are colours."""
+    with (
+        patch("mics.planner.text._COLOURS", ("blue", "cyan")),
+        patch("mics.planner.page_pictures._TERMS", ("forward", "backward")),
+    ):
+        page = tmp_path / "plan.html"
+        plan = ["plan", "--model", "gpt-1.3b", "--cluster", "p4d.24xlarge:2", "--global-batch", "64"]
+        assert main([*plan, "--html", str(page)]) == 0
+    assert page.exists() and "GiB  moves" in capsys.readouterr().out
 
 
 def test_bytes_of_a_step() -> None:

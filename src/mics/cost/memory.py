@@ -25,6 +25,7 @@ MASTER_NBYTES: Final = 4  # of an element in float32
 ADAM_NBYTES: Final = 8  # two moments in float32, for each element of a master
 ADAM_8BIT_NBYTES: Final = 2 * (1 + 4 / BLOCK_NUMEL)  # two codes, and two scales in float32 for each block
 NUM_STAGED: Final = 2  # units whose optimizer state is on the device at once, if it comes from the host
+NUM_RECEIVED: Final = 2  # units whose moves are on the device at once, of all members
 _PARAM: Final = 2  # bytes, bfloat16
 _WIDE: Final = 4  # bytes, float32
 _ERROR: Final = 2  # bytes, bfloat16
@@ -57,6 +58,8 @@ class Division:
     """What rounding between replicas loses is kept."""
     staged_nbytes: float = 0.0
     """Of an element of the largest unit, on its way in fewer bits (``cost/stages.py``)."""
+    move_nbytes: float = 0.0
+    """Of an element whose new value is sent as a move: to replicas, else of units that stay."""
 
     @property
     def casts_masters(self) -> bool:
@@ -203,6 +206,7 @@ _FIXED: Final = (
     "reduce buffers",
     "lost in rounding",
     "wire",
+    "moves",
 )
 
 
@@ -288,14 +292,25 @@ def _gathered(model: ModelShape, division: Division) -> tuple[float, int]:
     return arena, first_back
 
 
-def _rounded(division: Division, total: int, largest: int) -> dict[str, float]:
-    """What rounding takes, of all elements and of those of the largest unit."""
+def _compressed(division: Division, total: int, largest: int) -> dict[str, float]:
+    """What fewer bytes take, of all elements and of those of the largest unit."""
     found = {}
     if division.keeps_errors and division.num_replicas > 1:
         found["lost in rounding"] = total * _ERROR / division.partition_size
     if division.staged_nbytes:
         found["wire"] = largest * division.staged_nbytes
+    if division.move_nbytes:
+        found["moves"] = division.move_nbytes * _num_moved(division, total, largest)
     return found
+
+
+def _num_moved(division: Division, total: int, largest: int) -> float:
+    """Elements with memory for their moves: this rank's own, and those of two units from all members."""
+    p = division.partition_size
+    if division.num_replicas > 1:
+        return total / (p * division.num_replicas) + NUM_RECEIVED * largest / p
+    stay = division.stay_nbytes / division.param_nbytes
+    return stay / p + NUM_RECEIVED * min(stay, largest)
 
 
 def memory_terms(
@@ -327,7 +342,7 @@ def memory_terms(
         "activations": saved.blocks + saved.outside,
         "logits or workspace": float(largest * param),
     }
-    between |= _rounded(division, total, largest)
+    between |= _compressed(division, total, largest)
     # At its widest part: what the block saves if that is recomputed, the gradients of that part (half of
     # what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
     in_block = between | {"logits or workspace": again + saved.in_block / 4 + largest * param / 3}

@@ -80,6 +80,12 @@ class Setting:
         return refresh_nbytes(param_nbytes, lossless=is_moved)
 
     @property
+    def sends_moves(self) -> bool:
+        """Whether new values go to the replicas as moves."""
+        is_moved = self.refresh_nbytes(self.param_nbytes) < self.param_nbytes
+        return is_moved and self.num_replicas > 1 and self.over_replicas
+
+    @property
     def moves_old(self) -> bool:
         """Whether units that stay get their new values as moves: there are no replicas to have them from."""
         is_moved = self.refresh_nbytes(self.param_nbytes) < self.param_nbytes
@@ -200,6 +206,7 @@ class Setting:
                 two_stage=self.two_stage,
                 whole=not self.over_replicas,
             ),
+            move_nbytes=MOVED_SHARE * self.param_nbytes if self.sends_moves or self.moves_old else 0.0,
         )
 
     def memory(self) -> Terms:

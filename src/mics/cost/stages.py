@@ -2,12 +2,14 @@
 
 What is rounded (``mics.Compression``) has a kernel before the collective and one after it. Each reads and
 writes the device's memory once. Sums are made of decoded values: a reduction is an exchange of chunks then.
+So have new values that are sent as moves: these kernels are slower than memory.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mics.cost.clusters import Cluster
@@ -17,6 +19,10 @@ from mics.layout.compression import Compression
 _SUM_NBYTES: Final = 2  # of a sum that goes to all replicas: bfloat16
 _GRADIENT: Final = 4  # bytes, float32
 _ERROR: Final = 2  # bytes, of what rounding has lost
+# Bytes of 16-bit values a second, of those that memory reads or writes: as measured alone on an H200
+# (benchmarks/results/moves_h200_2026-11-18.md).
+_MAKING_MOVES: Final = 0.026
+_APPLYING_MOVES: Final = 0.132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +132,14 @@ def hop_2_stages(
                 decode_seconds=_kernel_seconds(cluster, sums + values),
             )
         )
+    return found
+
+
+def with_moves(cluster: Cluster, stages: Sequence[Stage], *, own_nbytes: float, nbytes: float) -> list[Stage]:
+    """``stages`` that send moves: of this rank's ``own_nbytes`` of values, for ``nbytes`` of all members'."""
+    first, *others = stages
+    found = [replace(first, encode_seconds=_kernel_seconds(cluster, own_nbytes / _MAKING_MOVES)), *others]
+    found[-1] = replace(found[-1], decode_seconds=_kernel_seconds(cluster, nbytes / _APPLYING_MOVES))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mics.cost.collectives import Kind
 from mics.cost.memory import NUM_STAGED
-from mics.cost.setting import MOVED_SHARE, Setting
+from mics.cost.setting import Setting
 from mics.cost.shapes import UnitShape
 from mics.cost.stages import Stage
 from mics.layout.order import staying_units
@@ -146,7 +146,7 @@ class Issuer:
         return done
 
     def _transfer(self, stream: str, name: str, stage: Stage, after: Sequence[Task | None]) -> Task:
-        """A collective, between the kernels that round what leaves and read what came."""
+        """A collective, between the kernels that encode what leaves and read what came."""
         program = self.program
         if stage.encode_seconds:
             after = [program.beside(stream, f"encode {name}", stage.encode_seconds, after)]
@@ -196,14 +196,13 @@ class Issuer:
         """New parameters of a unit for the other replicas."""
         setting = self.setting
         if unit.numel and self.spreads_masters and setting.num_replicas > 1:
-            price = self.costs.refresh(unit)
-            self.refreshed[index] = self.program.transfer("replicas", f"new {unit.name}", price, [update])
+            stage = self.costs.refresh(unit)
+            self.refreshed[index] = self._transfer("replicas", f"new {unit.name}", stage, [update])
 
     def _move_old(self, index: int, update: Task) -> None:
         """New parameters of a unit that stays, from node to node as moves: it is not gathered again."""
         unit, found = self.units[index], update
-        nbytes = MOVED_SHARE * self.setting.param_nbytes * unit.numel
-        for stage in self.costs.moves(Kind.ALL_GATHER, nbytes):
+        for stage in self.costs.move_old(unit):
             found = self._transfer(f"gather {stage.link}", f"moves of {unit.name}", stage, [found])
         self.refreshed[index] = found
         self.kept.add(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Final, Literal
 
 from matplotlib.axes import Axes
@@ -36,7 +36,13 @@ _LANES: Final = {
     "to host": "to host memory",
     "from host": "from host memory",
 }
-_ROLES: Final = {"gather": "all-gather", "reduce": "reduce-scatter", "hop": "hop 2", "new": "refresh"}
+_ROLES: Final = {
+    "gather": "all-gather",
+    "reduce": "reduce-scatter",
+    "hop": "hop 2",
+    "new": "refresh",
+    "moves": "refresh",
+}
 """By the first word of a transfer's name."""
 
 
@@ -44,7 +50,7 @@ def draw_memory(axes: Axes, found: Answer, theme: Theme) -> None:
     """Terms from left to right, and how much there is."""
     left = 0.0
     terms = found.best.memory.on_device()
-    for (name, nbytes), role in zip(terms.items(), _TERMS[: len(terms)], strict=True):
+    for (name, nbytes), role in zip(terms.items(), cycle(_TERMS), strict=False):
         axes.barh(0, nbytes / GIB, left=left, color=theme[role], label=f"{name} {in_gib(nbytes)}", height=1.0)
         left += nbytes / GIB
     limit = found.found.request.limit

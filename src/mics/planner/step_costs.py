@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 
 from mics.cost.auto import Turn, exchange_pays
-from mics.cost.collectives import Cost, Kind, cost
+from mics.cost.collectives import Kind, cost
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES
-from mics.cost.setting import Setting
+from mics.cost.setting import MOVED_SHARE, Setting
 from mics.cost.shapes import UnitShape
-from mics.cost.stages import Stage, hop_2_stages, move_stages
+from mics.cost.stages import Stage, hop_2_stages, move_stages, with_moves
 
 
 class StepCosts:
@@ -79,12 +79,29 @@ class StepCosts:
             )
         return self._hop_2[key]
 
-    def refresh(self, unit: UnitShape) -> Cost:
+    def refresh(self, unit: UnitShape) -> Stage:
         """A unit's new parameters across replicas."""
-        setting = self._setting
-        nbytes = setting.refresh_nbytes(setting.param_nbytes) * unit.numel / setting.partition_size
+        setting, numel = self._setting, unit.numel / self._setting.partition_size
         kind = Kind.ALL_TO_ALL if self._exchanges else Kind.ALL_GATHER
-        return cost(setting.cluster, kind, setting.replication, int(nbytes))
+        nbytes = setting.refresh_nbytes(setting.param_nbytes) * numel
+        stage = Stage(cost=cost(setting.cluster, kind, setting.replication, int(nbytes)))
+        if not setting.sends_moves:
+            return stage
+        values = setting.param_nbytes * numel
+        (found,) = with_moves(
+            setting.cluster, [stage], own_nbytes=values / setting.num_replicas, nbytes=values
+        )
+        return found
+
+    def move_old(self, unit: UnitShape) -> list[Stage]:
+        """New parameters of a unit that stays, to the ranks of the partition group."""
+        setting, values = self._setting, self._setting.param_nbytes * unit.numel
+        return with_moves(
+            setting.cluster,
+            self.moves(Kind.ALL_GATHER, MOVED_SHARE * values),
+            own_nbytes=values / setting.partition_size,
+            nbytes=values,
+        )
 
     @cached_property
     def _exchanges(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -165,13 +166,13 @@ def _memory(found: Answer, console: Console) -> None:
     )
     bar, used = Text("  "), 0
     terms = best.memory.on_device()
-    for (_, nbytes), colour in zip(terms.items(), _COLOURS[: len(terms)], strict=True):
+    for (_, nbytes), colour in zip(terms.items(), cycle(_COLOURS), strict=False):
         width = round(_WIDTH * (used + nbytes) / limit) - round(_WIDTH * used / limit)
         used += int(nbytes)
         bar.append("█" * width, style=colour)
     bar.append("░" * max(0, _WIDTH - round(_WIDTH * used / limit)), style="dim")
     console.print(bar)
-    for (name, nbytes), colour in zip(terms.items(), _COLOURS[: len(terms)], strict=True):
+    for (name, nbytes), colour in zip(terms.items(), cycle(_COLOURS), strict=False):
         console.print(Text.assemble(("  █ ", colour), f"{nbytes / GIB:7.2f} GiB  {name}"))
     console.print()
 

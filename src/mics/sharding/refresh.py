@@ -20,6 +20,7 @@ from mics.comm.lanes import DONE, LanedCollectives, Ticket
 from mics.comm.moves import Moves, Room
 from mics.comm.protocol import Action
 from mics.comm.world import UnitGroups
+from mics.cost.memory import NUM_RECEIVED
 from mics.sharding.float8 import as_sent, scale_together
 from mics.sharding.spec import label_of
 from mics.sharding.unit import State, Unit, note_refresh
@@ -195,7 +196,9 @@ class MovedValues:
         self._told: Ticket = DONE
         self._pending: list[_Sent] = []
         # Two, for a lane that decodes what came while another brings more.
-        self._received = [_Received(torch.empty(0, dtype=torch.uint8, device=device)) for _ in range(2)]
+        self._received = [
+            _Received(torch.empty(0, dtype=torch.uint8, device=device)) for _ in range(NUM_RECEIVED)
+        ]
         # In place of values that would soon be no numbers any more, with which computing is faster.
         largest = max(route.copies(unit).numel() for unit in units)
         self._imagined = torch.zeros(largest, dtype=torch.int16, device=device) if imagined else None
