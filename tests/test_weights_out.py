@@ -22,7 +22,10 @@ def _exported(build: Any, folder: str, dtype: torch.dtype | None, size: int | st
     from mics.integrations.weights import export_safetensors
 
     torch.manual_seed(5)
-    model = mics.shard(build(), partition_size=2)
+    model = build()
+    if hasattr(model, "config"):  # as of weights that were quantized once
+        model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    mics.shard(model, partition_size=2)
     export_safetensors(model, folder, max_shard_size=size, dtype=dtype)
     export_safetensors(model, folder, max_shard_size=size, dtype=dtype)  # in place of the first
     return mics.full_state_dict(model)

@@ -49,6 +49,23 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.Trainer._load_optimizer_and_scheduler": ("checkpoint",),
         "transformers.trainer.SCHEDULER_NAME": (),
         "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": (),
+        "transformers.conversion_mapping.get_model_conversion_mapping": ("model",),
+        "transformers.core_model_loading.rename_source_key": (
+            "source_key",
+            "weight_renamings",
+            "weight_converters",
+            "base_model_prefix",
+            "meta_state_dict",
+        ),
+        "transformers.core_model_loading.WeightRenaming": ("source_patterns", "target_patterns"),
+        "transformers.core_model_loading.WeightConverter": (
+            "source_patterns",
+            "target_patterns",
+            "operations",
+        ),
+        "transformers.core_model_loading.MergeModulelist": ("dim",),
+        "transformers.core_model_loading.Concatenate": ("dim",),
+        "transformers.core_model_loading.Chunk": ("dim",),
     },
     "trl": {
         "trl.distributed.DistributedBackend.summon_full_params": ("module",),

@@ -96,6 +96,11 @@ class Contents:
     module_state: dict[str, Any]
 
     @property
+    def names(self) -> list[str]:
+        """Of parameters, also the further names of tied ones, and of buffers."""
+        return [name for held in self.params for name in held.names] + list(self.buffers)
+
+    @property
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters, as the checkpoint has them."""
         return {MODEL + alias: MODEL + held.name for held in self.params for alias in held.names[1:]}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mics.checkpoint.arguments import as_extra_state, as_optimizers, as_place
 from mics.checkpoint.contents import Contents, contents_of, lost_parts
+from mics.checkpoint.conversions import converted
 from mics.checkpoint.names import is_state, model_names
 from mics.checkpoint.opening import find_checkpoint, open_checkpoint
 from mics.checkpoint.optimizers import Fill, check_groups, plan_fill
@@ -136,9 +137,9 @@ def _prepare(
     engine = engine_in(world, model, "mics.load")
     optimizers = as_optimizers(optimizer, "mics.load")
     given = as_extra_state(extra_state, "mics.load")
-    index = open_checkpoint(folder)
-    own = read_own_state(folder, index, engine, given)
     contents = contents_of(model, engine)
+    index = converted(open_checkpoint(folder), model, contents)
+    own = read_own_state(folder, index, engine, given)
     wanted = Wanted(index=index)
     _want_model(wanted, contents, strict=strict, base=getattr(model, "base_model_prefix", ""))
     try:
@@ -172,8 +173,7 @@ def _prepare(
 
 def _want_model(wanted: Wanted, contents: Contents, *, strict: bool, base: str) -> None:
     index = wanted.index
-    names = [name for held in contents.params for name in held.names] + list(contents.buffers)
-    called = model_names(index, names, base=base)
+    called = model_names(index, contents.names, base=base)
     known = set()
     for held in contents.params:
         theirs = [called.stored(name) for name in held.names]

@@ -72,6 +72,7 @@ def write_config(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = 
     config: Any = model.config
     described = json.loads(config.to_json_string())
     described.pop("torch_dtype", None)  # its name in transformers 4
+    described.pop("quantization_config", None)  # of the weights that training began with: these are plain
     described["architectures"] = [type(model).__name__]
     described["dtype"] = str(dtype or next(model.parameters()).dtype).removeprefix("torch.")
     write_durably(folder / CONFIG, json.dumps(described, indent=2, sort_keys=True).encode() + b"\n")

@@ -180,9 +180,13 @@ def _find_function(text: str) -> Callable[[], nn.Module]:
     try:
         sys.path.append(here)  # as python -m would; the command's own script does not
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise SettingsError(
             f"--model {text}: expected module:function, found: {error}; is the module on PYTHONPATH?"
+        ) from error
+    except (Exception, SystemExit) as error:  # the module is the user's, and runs as it is imported
+        raise SettingsError(
+            f"--model {text}: expected a module that can be imported, found {type(error).__name__}: {error}"
         ) from error
     finally:
         sys.path.remove(here)
@@ -193,7 +197,7 @@ def _find_function(text: str) -> Callable[[], nn.Module]:
 def _call(function: Any, text: str) -> nn.Module:
     try:
         model = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SettingsError(
             f"--model {text}: expected a function without arguments that builds a model, found "
             f"{type(error).__name__}: {error}"
