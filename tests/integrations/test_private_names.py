@@ -205,8 +205,13 @@ _CALLS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.Trainer.train": ("self._load_from_checkpoint(",),
         "transformers.Trainer.save_model": ("self._save(output_dir)",),
         "transformers.Trainer._save_checkpoint": ("self._save_optimizer_and_scheduler(output_dir)",),
-        "transformers.Trainer.prediction_step": ("self._get_num_items_in_batch(",),
-        "transformers.Trainer.compute_loss": ("loss *= loss_scale", 'kwargs["num_items_in_batch"]'),
+        "transformers.Trainer.prediction_step": ("self._get_num_items_in_batch(", "self.compute_loss("),
+        "transformers.Trainer.training_step": ("self.compute_loss(", "self.loss_is_scaled_for_ga"),
+        "transformers.Trainer.compute_loss": (
+            "self.args.average_tokens_across_devices",
+            "loss *= loss_scale",
+            'kwargs["num_items_in_batch"]',
+        ),
         "transformers.Seq2SeqTrainer.prediction_step": ("self._gen_kwargs.copy()", '"synced_gpus"'),
     },
     "trl": {

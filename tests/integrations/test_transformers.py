@@ -353,6 +353,7 @@ def test_eight_bit_optimizers(library: str, optim: str, tmp_path: Path) -> None:
         ({"optim": "adafactor"}, "optim"),
         ({"optim": "adamw_torch_4bit"}, "optim"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
         ({"bf16_full_eval": True}, "bf16_full_eval"),
         ({"fp16_full_eval": True}, "fp16_full_eval"),
         ({"fsdp": True}, "fsdp"),

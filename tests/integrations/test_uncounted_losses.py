@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ from tests.ranks import run_ranks
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from datasets import IterableDataset
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
 )
 
-from mics.integrations.transformers import MicsConfig, MicsTrainer
+from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
 from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, gpt2, tokens
 
 _LABELS = 5
@@ -76,28 +82,94 @@ def _cases() -> dict[str, tuple[nn.Module, Any]]:
 def _trainer(folder: str, ours: bool, model: nn.Module, samples: Any, **options: Any) -> Any:
     fresh_accelerate()
     batch = {f"per_device_{kind}_batch_size": 2 if ours else 8 for kind in ("train", "eval")}
-    args = arguments(folder, **batch, **options)
     given: dict[str, Any] = {"train_dataset": samples, "eval_dataset": samples[:16]}
+    given["compute_loss_func"] = options.pop("compute_loss_func", None)
+    kind = options.pop("kind", Trainer)
+    args = arguments(folder, **batch, **options)
     if ours:
-        return MicsTrainer(model, args, mics_config=MicsConfig(partition_size=2), **given)
-    return Trainer(model, args, **given)
+        kind = type("Ours", (MicsTrainerMixin, kind), {})
+        return kind(model, args, mics_config=MicsConfig(partition_size=2), **given)
+    return kind(model, args, **given)
 
 
-def _train(folder: str, ours: bool) -> list[dict[str, float]]:
-    samples = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in tokens(64)]
-    model = _bert(BertForTokenClassification, num_labels=VOCAB)
-    options = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
-    trainer = _trainer(folder, ours, model, samples, **options)
-    trainer.train()
-    names = ("loss", "grad_norm", "eval_loss")
-    return [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
+class _OwnLoss(Trainer):
+    """Of a user: a mean, whatever the number of items."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        outputs, labels = model(input_ids=inputs["input_ids"]), inputs["labels"]
+        if isinstance(self.model, GPT2LMHeadModel):
+            labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        loss = _mean(outputs, labels, None)
+        return (loss, outputs) if return_outputs else loss
+
+
+class _CallsHost(Trainer):
+    """Of a user: the host's, and more."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+def _mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def _share(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    logits = outputs.logits.flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+def _t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0, **sizes)
+    )
+
+
+def _tagger() -> nn.Module:
+    return _bert(BertForTokenClassification, num_labels=VOCAB)
+
+
+_TRAINED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tokens": (_tagger, {}),
+    "masked": (lambda: _bert(BertForMaskedLM), {}),
+    "both ways": (_t5, {}),
+    "smoothed": (_tagger, {"label_smoothing_factor": 0.1}),
+    "own loss": (_tagger, {"kind": _OwnLoss}),
+    "own loss of a model that counts": (gpt2, {"kind": _OwnLoss}),
+    "calls the host": (_tagger, {"kind": _CallsHost}),
+    "a function's mean": (_tagger, {"compute_loss_func": _mean}),
+    "a function's share": (_tagger, {"compute_loss_func": _share}),
+    "compiled": (_tagger, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "compiled, counts": (gpt2, {"torch_compile": True, "torch_compile_backend": "eager"}),
+}
+
+
+def _train(folder: str, ours: bool) -> dict[str, list[dict[str, float]]]:
+    samples = [{"input_ids": each["input_ids"], "labels": each["labels"].clone()} for each in tokens(64)]
+    for number, sample in enumerate(samples):
+        if number % 8 in (2, 3) or number % 16 == 6:
+            sample["labels"][:] = -100  # a rank without any, in each micro-step
+    steps = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
+    found = {}
+    for name, (model, options) in _TRAINED.items():
+        trainer = _trainer(folder, ours, model(), samples, **steps, **options)
+        trainer.train()
+        found[name] = [
+            {key: entry[key] for key in ("loss", "grad_norm", "eval_loss") if key in entry}
+            for entry in trainer.state.log_history
+        ]
+    return found
 
 
 def test_losses_and_norms_of_one_process(tmp_path: Path) -> None:
+    """Made with the number of items or without; ranks have labels of other numbers, one has none."""
     (expected,) = run_ranks(1, _train, str(tmp_path), False, launch="none")
     for found in run_ranks(4, _train, str(tmp_path), True):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5)
+        for name, entries in expected.items():
+            for ours, theirs in zip(found[name], entries, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5), name
 
 
 def _mean_score(prediction: Any) -> dict[str, float]:
@@ -114,6 +186,8 @@ def _evaluate(folder: str, ours: bool, sizes: list[int]) -> dict[str, list[float
         ]
         trainer = _trainer(folder, ours, model, samples)
         found[name] = [trainer.evaluate(samples[:size])["eval_loss"] for size in sizes]
+        streamed = [IterableDataset.from_generator(partial(iter, samples[:size])) for size in sizes]
+        found[name] += [trainer.evaluate(each)["eval_loss"] for each in streamed]
         trainer.compute_metrics = _mean_score
         metrics = trainer.evaluate(samples[: sizes[0]])
         found[name] += [metrics["eval_loss"], metrics["eval_score"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -17,9 +18,9 @@ from transformers.trainer import SCHEDULER_NAME
 
 from mics.checkpoint import load, save
 from mics.errors import SettingsError
-from mics.guard import plainly
 from mics.integrations.accelerate import Accelerator, plain_optimizer
 from mics.integrations.config import MicsConfig
+from mics.integrations.losses import IGNORED, LossWatch, has_labels, num_items
 from mics.integrations.micro_steps import micro_step
 
 __all__ = ["MicsConfig", "MicsTrainer", "MicsTrainerMixin"]
@@ -33,7 +34,6 @@ _OPTIMIZERS: Final = (
         "adamw_8bit",
     ),  # torchao's, and two names of bitsandbytes'
 )
-_IGNORED: Final = -100  # a label that no loss of transformers counts
 # What would have to be off: the argument, and what to do instead.
 _REFUSED: Final = {
     "fsdp": "mics shards the model itself: pass mics_config=MicsConfig(partition_size=...)",
@@ -61,9 +61,12 @@ class MicsTrainerMixin(_Base):
 
     def __init__(self, *args: Any, mics_config: MicsConfig | None = None, **options: Any) -> None:
         self.mics_config = MicsConfig() if mics_config is None else mics_config
-        self._divides_by_items: bool | None = None  # a loss by num_items_in_batch: not known yet
-        self._is_share = False  # the loss of a rank is divided by the tokens of all
+        self._watch = LossWatch()
+        self._is_predicting = False
+        self._is_share = False  # the last loss: divided by the items of all ranks
+        self._has_samples = True  # of its own, this rank in this batch
         super().__init__(*args, **options)
+        self.compute_loss = partial(self._make_loss, self.compute_loss)  # type: ignore[method-assign]
         if hasattr(self, "_dist"):  # a trainer of TRL that generates
             from mics.integrations.trl import adopt_generation
 
@@ -84,40 +87,29 @@ class MicsTrainerMixin(_Base):
             loss: Tensor = super().training_step(model, *args, **options)
         return loss
 
-    def compute_loss(
+    def _make_loss(
         self,
+        make: Any,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Any,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
+        **options: Any,
     ) -> Any:
-        """As in one process also where a model takes the number of tokens and does not divide by it.
-
-        The trainer multiplies the loss by the number of ranks for whoever takes it.
-        """
-        is_scaled = (
-            isinstance(num_items_in_batch, Tensor)
-            and self.args.average_tokens_across_devices
-            and self.model_accepts_loss_kwargs
-            and self.compute_loss_func is None
-            and getattr(super().compute_loss, "__func__", None) is Trainer.compute_loss
-        )
-        items: Any = num_items_in_batch
-        if is_scaled and self._divides_by_items is None and not self.args.torch_compile:
-            items = items.as_subclass(_Watched)
-            items.used = [False]
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=items)
-        if isinstance(items, _Watched):
-            self._divides_by_items = items.used[0]
-        self._is_share = (
-            num_items_in_batch is not None
-            and self.args.average_tokens_across_devices
-            and self._divides_by_items is not False
-        )
-        if not is_scaled or self._divides_by_items is not False:
-            return found
+        """Call ``compute_loss``, whoever wrote it: the mean over ranks is the loss of one process."""
+        count = self._num_items(inputs)
+        is_training = not self._is_predicting
+        with self._watch.making(self.args, num_items_in_batch, is_training) as made:
+            found = make(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=made.number, **options
+            )
+        self._is_share = made.has_number and self.args.average_tokens_across_devices
         loss, *outputs = found if return_outputs else (found,)
-        loss = loss / self.accelerator.num_processes
+        if made.is_multiplied:
+            loss = loss / self.accelerator.num_processes
+        is_own_mean = not made.has_number and getattr(self, "loss_is_scaled_for_ga", None) is not True
+        if is_training and is_own_mean and self.accelerator.num_processes > 1:
+            loss = _weighed(loss, self._weight(count, loss.device)[0])
         return (loss, *outputs) if return_outputs else loss
 
     def prediction_step(
@@ -134,72 +126,71 @@ class MicsTrainerMixin(_Base):
         def predict(inputs: Any, loss_only: bool) -> Any:
             return super(MicsTrainerMixin, self).prediction_step(model, inputs, loss_only, ignore_keys)
 
-        num_samples = self._num_samples(inputs)
-        if num_samples is None:
-            return predict(inputs, prediction_loss_only)
-        # Whoever overrides `compute_loss` may divide by what the trainer counts.
-        self._is_share = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        counted = self._first_samples(inputs, num_samples)
-        loss, *outputs = predict(counted, prediction_loss_only or self._is_filled)
-        if self._is_filled and not prediction_loss_only:
-            _, *outputs = predict(inputs, False)  # of all samples: ranks gather as many
-        if loss is None:
+        num_rows = len(inputs[self.label_names[0]]) if has_labels(inputs, self.label_names) else 0
+        is_filled = self._is_filled(num_rows)
+        counted, has_samples = inputs, True
+        if is_filled:
+            first = self.accelerator.process_index * num_rows
+            num_own = min(max(self.accelerator.gradient_state.remainder - first, 0), num_rows)
+            counted, has_samples = _first_samples(inputs, num_rows, max(num_own, 1)), num_own > 0
+            if not has_samples and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+                counted |= {name: torch.full_like(counted[name], IGNORED) for name in self.label_names}
+        self._is_predicting, self._has_samples, self._is_share = True, has_samples, False
+        try:
+            count = self._num_items(counted)
+            loss, *outputs = predict(counted, prediction_loss_only or is_filled)
+            if is_filled and not prediction_loss_only:
+                _, *outputs = predict(inputs, False)  # of all samples: ranks gather as many
+        finally:
+            self._is_predicting, self._has_samples = False, True
+        if loss is None or self.accelerator.num_processes == 1:
             return (loss, *outputs)
-        num_labels = self._num_labels(counted) if num_samples else 0
-        weight = 1 if self._is_share else num_labels
-        part = loss.float() * weight if num_labels else loss.new_zeros((), dtype=torch.float)
-        total, weight = self.accelerator.reduce(torch.stack([part, part.new_tensor(weight)]), "sum")
-        return (total / weight, *outputs)
+        if self._is_share:
+            return (self.accelerator.reduce(loss.float() * has_samples, "mean"), *outputs)
+        weight, is_counted = self._weight(count, loss.device)
+        if is_counted:
+            loss = self.accelerator.reduce(_weighed(loss.float(), weight), "mean")
+        return (loss, *outputs)
 
-    def _num_samples(self, inputs: Any) -> int | None:
-        """How many samples of a batch are this rank's own; None where they cannot be told apart."""
-        if not self.accelerator.use_distributed or not isinstance(inputs, Mapping) or not self.label_names:
-            return None  # TRL passes lists of prompts
-        labels = [inputs.get(name) for name in self.label_names]
-        if not all(isinstance(each, Tensor) and each.dim() > 0 for each in labels):
-            return None
-        num_rows = len(inputs[self.label_names[0]])
-        if not self._is_filled:
-            return num_rows
+    def _is_filled(self, num_rows: int) -> bool:
+        """Whether samples from the start fill up a batch of ``num_rows`` on each rank."""
         state = self.accelerator.gradient_state
-        if state.active_dataloader.total_batch_size != num_rows * self.accelerator.num_processes:
-            return None  # several samples in a row
-        num_own: int = state.remainder - self.accelerator.process_index * num_rows
-        return min(max(num_own, 0), num_rows)
+        capacity = num_rows * self.accelerator.num_processes
+        if not state.end_of_dataloader or not 0 < state.remainder < capacity:
+            return False
+        # A row may have several samples. Batches from the first rank are as large as they are.
+        return bool(getattr(state.active_dataloader, "total_batch_size", capacity) == capacity)
 
-    @property
-    def _is_filled(self) -> bool:
-        """Whether samples from the start fill up this batch, on one of the ranks."""
-        state = self.accelerator.gradient_state
-        return bool(state.end_of_dataloader and state.remainder > 0)
+    def _num_items(self, inputs: Any) -> Tensor | None:
+        """How many items the loss of this rank is a mean of; None where nobody can tell."""
+        base: Any = self._base_model()
+        count = num_items(
+            inputs,
+            self.label_names,
+            is_shifted=self._shifts_labels(),
+            per_row=type(base).__name__.endswith("ForCTC"),
+            ignored=getattr(getattr(base, "config", None), "semantic_loss_ignore_index", IGNORED),
+        )
+        return count if count is None or self._has_samples else torch.zeros_like(count)
 
-    def _first_samples(self, inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
-        """The first samples of a batch; of none, one without a label that the trainer counts."""
-        num_rows = len(inputs[self.label_names[0]])
-        kept = {
-            name: value[: max(num, 1)]
-            if isinstance(value, Tensor) and value.shape[:1] == (num_rows,)
-            else value
-            for name, value in inputs.items()
-        }
-        if num == 0 and self._is_share:
-            kept |= {name: torch.full_like(kept[name], _IGNORED) for name in self.label_names}
-        return kept
-
-    def _num_labels(self, inputs: Mapping[str, Any]) -> int:
-        """How many labels the loss is a mean of."""
-        labels: Tensor = inputs.get("shift_labels", inputs[self.label_names[0]])
-        if len(self.label_names) > 1:  # of one sample each, as the two ends of an answer
-            return len(labels)
-        if "shift_labels" not in inputs and labels.dim() > 1 and self._shifts_labels():
-            labels = labels[..., 1:]
-        return int(labels.ne(_IGNORED).sum())
+    def _weight(self, count: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What a rank's mean over ``count`` items counts among those of all; whether all have a count."""
+        own = torch.tensor([0, 1], dtype=torch.float64, device=device)
+        if count is not None:
+            own = torch.stack([count, torch.zeros_like(count)]).to(own)
+        total, num_uncounted = self.accelerator.reduce(own, "sum")
+        is_counted = (num_uncounted == 0) & (total > 0)
+        weight = torch.where(is_counted, self.accelerator.num_processes * own[0] / total, 1.0)
+        return weight.float(), is_counted
 
     def _shifts_labels(self) -> bool:
         """Whether the loss of a token is that of the next one; of GPT-2 the trainer does not know it."""
+        name = type(self._base_model()).__name__
+        return self._loss_shifts_labels or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def _base_model(self) -> Any:
         model: Any = self.model
-        base = model.get_base_model() if is_peft_model(model) else model
-        return self._loss_shifts_labels or type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return model.get_base_model() if is_peft_model(model) else model
 
     # -- checkpoints --------------------------------------------------------------------------------
 
@@ -244,25 +235,15 @@ class MicsTrainer(MicsTrainerMixin, Trainer):
     """``transformers.Trainer`` that trains with mics."""
 
 
-class _Watched(Tensor):
-    """Notes that somebody computes with it; to look at it, to move and to cast it is nothing."""
+def _weighed(loss: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(weight > 0, loss * weight, 0.0)  # the mean of nothing is NaN
 
-    used: list[bool]
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with plainly():
-            found = func(*args, **(kwargs or {}))
-        watched = next((arg for arg in args if isinstance(arg, cls)), None)
-        if func.__name__ in ("__get__", "is_floating_point", "is_complex", "dim", "size", "numel"):
-            return found
-        if func.__name__ in ("to", "detach", "clone") and watched is not None:
-            moved = found.as_subclass(cls)
-            moved.used = watched.used
-            return moved
-        if watched is not None:
-            watched.used[0] = True
-        return found
+def _first_samples(inputs: Mapping[str, Any], num_rows: int, num: int) -> dict[str, Any]:
+    return {
+        name: value[:num] if isinstance(value, Tensor) and value.shape[:1] == (num_rows,) else value
+        for name, value in inputs.items()
+    }
 
 
 def _check_arguments(args: TrainingArguments, model: Any) -> None:
@@ -272,6 +253,11 @@ def _check_arguments(args: TrainingArguments, model: Any) -> None:
     if not getattr(args, "ds3_gather_for_generation", True):
         raise SettingsError(
             "ds3_gather_for_generation: expected True, found False; each rank generates with whole parameters"
+        )
+    if getattr(args.accelerator_config, "split_batches", False):
+        raise SettingsError(
+            "accelerator_config.split_batches: expected False, found True; a batch is that of one device: "
+            "divide per_device_train_batch_size by the number of ranks"
         )
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer not in _OPTIMIZERS:
