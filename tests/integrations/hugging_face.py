@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainingArguments,
 )
 
@@ -54,6 +56,23 @@ def llama() -> nn.Module:
         max_position_embeddings=16,
     )
     return LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=8,
+        d_kv=4,
+        d_ff=12,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
 
 
 def tokens(num: int, *, seed: int = 0) -> list[dict[str, torch.Tensor]]:

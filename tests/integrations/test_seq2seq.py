@@ -6,28 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
-from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, tokens
+from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, t5, tokens
 
 
 class _Trainer(MicsTrainerMixin, Seq2SeqTrainer):
     pass
-
-
-def _t5() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2}
-    config = T5Config(vocab_size=VOCAB, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0, **sizes)
-    return T5ForConditionalGeneration(config)
 
 
 def _lengths(folder: str, rank_ends_early: int) -> list[int]:
@@ -36,7 +28,7 @@ def _lengths(folder: str, rank_ends_early: int) -> list[int]:
     args = arguments(
         folder, config=Seq2SeqTrainingArguments, predict_with_generate=True, per_device_eval_batch_size=2
     )
-    model = _t5()
+    model = t5()
     trainer = _Trainer(model, args, eval_dataset=tokens(4), mics_config=MicsConfig(partition_size=2))
     ends = list(range(1, VOCAB)) if trainer.args.process_index == rank_ends_early else [VOCAB - 1]
     model.generation_config.eos_token_id, model.generation_config.max_length = ends, 8

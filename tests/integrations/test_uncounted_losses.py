@@ -23,13 +23,11 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
 )
 
 from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
-from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, gpt2, tokens
+from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, gpt2, t5, tokens
 
 _LABELS = 5
 
@@ -119,14 +117,6 @@ def _share(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch
     return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
 
 
-def _t5() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCAB, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0, **sizes)
-    )
-
-
 def _tagger() -> nn.Module:
     return _bert(BertForTokenClassification, num_labels=VOCAB)
 
@@ -134,7 +124,7 @@ def _tagger() -> nn.Module:
 _TRAINED: dict[str, tuple[Any, dict[str, Any]]] = {
     "tokens": (_tagger, {}),
     "masked": (lambda: _bert(BertForMaskedLM), {}),
-    "both ways": (_t5, {}),
+    "both ways": (t5, {}),
     "smoothed": (_tagger, {"label_smoothing_factor": 0.1}),
     "own loss": (_tagger, {"kind": _OwnLoss}),
     "own loss of a model that counts": (gpt2, {"kind": _OwnLoss}),
