@@ -90,3 +90,16 @@ def test_wrong_input_is_one_line(
     assert error.startswith("mics data: error: ")
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mics.data.preparing._tokenize", interrupted)
+    args = ["data", "prepare", str(FABLES), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    assert main(args) == 130
+    assert capsys.readouterr().err.startswith("mics data: interrupted: nothing unfinished is left")
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from mics.data import TokenData, TokenStream
 from mics.data import shard_files as shard_files_module
 from mics.data.documents import DocumentFormat, find_files, read_documents
-from mics.data.preparing import Preparing, prepare
+from mics.data.preparing import Preparing, prepare, published
+from mics.data.shard_files import Buckets
 from mics.data.tokenizer import BytesTokenizer, frame_file, load_tokenizer, tokenizer_of
 from mics.data.training_tokenizer import train_tokenizer
 from mics.errors import SettingsError
@@ -275,3 +277,34 @@ def test_transformers_loads_the_tokenizer(fables: TokenData) -> None:
     text = "There was once a miller."
     assert loaded(text)["input_ids"] == [0, *ours.encode(text), 2]
     assert (loaded.mask_token_id, loaded.pad_token_id, loaded.eos_token_id) == (4, 1, 2)
+
+
+def test_only_one_makes_a_folder(tmp_path: Path) -> None:
+    """A second one would remove what the first has made; what a killed one has left is in nobody's way."""
+    out = tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial.lock").touch()
+    (tmp_path / "out.partial" / "old").touch()
+    with published(out) as folder:
+        (folder / "new").touch()
+        with pytest.raises(SettingsError, match="out: expected to be alone in making it, found that another"):
+            prepare(Preparing(files=(FABLES,), out=out), BytesTokenizer())
+    assert [file.name for file in out.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_tokens_that_are_lost_on_the_way_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_of_them = Buckets.documents
+    monkeypatch.setattr(Buckets, "documents", lambda self: itertools.islice(all_of_them(self), 1, None))
+    with pytest.raises(SettingsError, match=r"expected shards of the 46,984 tokens that .* gave, found 3"):
+        prepare(Preparing(files=(FABLES,), out=tmp_path / "out"), BytesTokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buckets, "_files", lambda self, bucket: (Path("/dev/full"), Path("/dev/full")))
+    with pytest.raises(SettingsError, match=r"out: could not be written: No space left on device; free some"):
+        prepare(Preparing(files=(FABLES,), out=tmp_path / "out"), BytesTokenizer())
+    assert list(tmp_path.iterdir()) == []

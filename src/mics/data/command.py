@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,12 +44,16 @@ def data(args: Sequence[str]) -> int:
         "tokenizer": tokenizer,
         "verify": verify,
     }
-    return parse_commands(
-        commands,
-        args,
-        prog="mics data",
-        description="Make text into tokenized, shuffled shards to train on, and check them.",
-    )
+    try:
+        return parse_commands(
+            commands,
+            args,
+            prog="mics data",
+            description="Make text into tokenized, shuffled shards to train on, and check them.",
+        )
+    except KeyboardInterrupt:
+        print("mics data: interrupted: nothing unfinished is left; type the same again", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def prepare(

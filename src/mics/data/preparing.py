@@ -6,6 +6,8 @@ bucket; then write bucket after bucket. The same files, tokenizer and seed give 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from collections import deque
@@ -19,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from mics.data.documents import DocumentFormat, find_files, read_documents
-from mics.data.index import TOKENIZER_FOLDER, Prepared, ShardIndex
+from mics.data.index import TOKENIZER_FOLDER, Prepared, Shard, ShardIndex
 from mics.data.shard_files import Buckets, ShardWriter, Tokens
 from mics.data.tokenizer import Tokenizer
 from mics.errors import SettingsError
@@ -66,6 +68,8 @@ def prepare(asked: Preparing, tokenizer: Tokenizer) -> ShardIndex:
         with long_work("tokenize", nbytes) as work, _one_thread_per_call():
             sources = _tokenize(files, asked, tokenizer, buckets, work)
         writers = _write_shards(folder, asked, buckets, dtype)
+        shards = tuple(shard for writer in writers for shard in writer.shards)
+        _check_complete(asked, shards, buckets)
         tokenizer.copy_files(folder / TOKENIZER_FOLDER)
         index = ShardIndex(
             dtype=np.dtype(dtype.type).name,
@@ -74,7 +78,7 @@ def prepare(asked: Preparing, tokenizer: Tokenizer) -> ShardIndex:
             tokenizer=tokenizer.digest,
             seed=asked.seed,
             num_documents=buckets.num_documents,
-            shards=tuple(shard for writer in writers for shard in writer.shards),
+            shards=shards,
             sources=tuple(sources),
         )
         index.write(folder)
@@ -89,14 +93,45 @@ def published(out: Path) -> Iterator[Path]:
         raise SettingsError(f"--out {out}: expected a name that is free, found {found}; name another")
     partial = out.with_name(out.name + ".partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)
+        with _alone(out):
+            try:
+                shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+                partial.mkdir()
+                yield partial
+                partial.rename(out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise SettingsError(f"--out {out}: could not be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = (
+            "; free some (making shards takes twice their size), or name another disk" if is_full else ""
+        )
+        raise SettingsError(
+            f"--out {out}: could not be written: {error.strerror or error}{way_out}"
+        ) from None
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold a lock beside ``out``, so that nobody else makes it meanwhile. A killed process leaves none."""
+    file = out.with_name(out.name + ".partial.lock")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with file.open("a") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SettingsError(
+                    f"--out {out}: expected to be alone in making it, found that another mics data does so "
+                    "now; wait for it, or name another"
+                ) from None
+            if os.fstat(held.fileno()).st_nlink == 0:  # its owner has just ended
+                continue
+            try:
+                yield
+            finally:
+                file.unlink()
+            return
 
 
 @contextmanager
@@ -171,3 +206,13 @@ def _write_shards(
             "more text, --documents blank-line or line, or --validation-share 0"
         )
     return train, validation
+
+
+def _check_complete(asked: Preparing, shards: tuple[Shard, ...], buckets: Buckets) -> None:
+    """Every token that was written to the buckets came back: else something changed them."""
+    found = sum(shard.num_tokens for shard in shards)
+    if found != buckets.num_tokens:
+        raise SettingsError(
+            f"--out {asked.out}: expected shards of the {buckets.num_tokens:,} tokens that the files gave, "
+            f"found {found:,}: something else changed {asked.out}.partial; prepare the data again"
+        )
