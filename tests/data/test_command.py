@@ -103,3 +103,11 @@ def test_an_interrupt_is_one_line(
     assert main(args) == 130
     assert capsys.readouterr().err.startswith("mics data: interrupted: nothing unfinished is left")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["--data.shards", "--data.weights"])
+def test_a_flag_without_folders_is_no_default(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set: the text that ships with mics would be trained on."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", flag, "--launch.dry-run"])
+    assert f"{flag}: expected at least one value, found none" in " ".join(capsys.readouterr().err.split())

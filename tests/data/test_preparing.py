@@ -119,6 +119,8 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     assert list(read_documents(file, DocumentFormat(separator="blank-line"))) == [one, one]
     assert list(read_documents(file, DocumentFormat(separator="file"))) == [f"{one}\n\n\n{one}"]
     assert list(read_documents(file, DocumentFormat(separator="line"))) == one.split("\n") * 2
+    file.write_bytes(f"{paragraph}\r\n".replace("\n", "\r").encode() * 2)
+    assert list(read_documents(file, DocumentFormat(separator="blank-line"))) == [one, one]
     file.write_text("\n".join(paragraph for _ in range(1000)))
     passages = list(read_documents(file, DocumentFormat()))
     assert [len(passage) > 8000 for passage in passages] == [True, True, False]
@@ -129,7 +131,7 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     ("name", "content", "expected"),
     [
         ("empty.txt", b"", r"empty\.txt: expected text, found an empty file"),
-        ("blank.txt", b"\n \n", r"blank\.txt: expected text, found an empty file"),
+        ("blank.txt", b"\n \n", r"blank\.txt: expected text, found none in it"),
         ("latin.txt", b"one\ngr\xfcn\n", r"latin\.txt, line 2: expected text in UTF-8, found the byte 0xfc"),
         ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl, line 1: expected text in the field 'text', found body"),
         ("b.jsonl", b'{"text": "x"}\n{"te', r"b\.jsonl, line 2: expected JSON"),
@@ -143,8 +145,16 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ),
         ("p.json", b'[\n {"text": "x"}\n]', r"p\.json, line 1: expected JSON, .*; .* jq -c '\.\[\]'"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
-        ("nul.txt", b"a\0b", r"expected text without the bytes 0 and 4, which are special, found 0"),
-        ("eot.txt", b"a\4b", r"expected text without the bytes 0 and 4, which are special, found 4"),
+        ("null.jsonl", b'{"text": null}\n', r"null\.jsonl: expected text, found none in it"),
+        ("nul.txt", b"x\na\0b", r"nul\.txt, line 2: expected text in UTF-8, found the byte 0, as in UTF-16"),
+        (
+            "nul.jsonl",
+            b'{"text": "\\u0000"}',
+            r"nul\.jsonl: expected text without the bytes 0 and 4, .* found 0",
+        ),
+        ("eot.txt", b"a\4b", r"eot\.txt: expected text without the bytes 0 and 4, .* found 4 in 'a"),
+        ("latin.TXT.GZ", gzip.compress(b"gr\xfcn"), r"latin\.TXT\.GZ, line 1: .* found the byte 0xfc"),
+        ("torn.gz", gzip.compress(b"text\n" * 99)[:-9], r"torn\.gz: could not be read: Truncated"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value and "\\" not in value else "",
 )
@@ -161,6 +171,7 @@ def test_wrong_files_are_named_and_nothing_is_left(
     ("changed", "expected"),
     [
         ({"files": (Path("nowhere.txt"),)}, r"nowhere\.txt: expected a file or a folder that exists"),
+        ({"files": (Path("x" * 256),)}, "x: could not be read: File name too long"),
         ({"files": ()}, "FILES: expected at least one file"),
         ({"out": FABLES.parent}, "expected a name that is free, found a folder"),
         ({"out": FABLES}, "expected a name that is free, found a file"),
@@ -211,6 +222,19 @@ def test_hidden_files_of_a_folder_are_no_text(tmp_path: Path) -> None:
         (tmp_path / name).write_text("text")
     assert [file.name for file in find_files([tmp_path])] == ["a.txt", "c.txt"]
     assert [file.name for file in find_files([tmp_path / ".hidden.txt"])] == [".hidden.txt"]
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    """To folders elsewhere too; neither in circles nor out of the folder that was named."""
+    for name in ("here/in/a.txt", "there/b.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    for link, target in (("far", "../there"), ("again", "../there"), ("up", ".."), ("in/loop", "../in")):
+        (tmp_path / "here" / link).symlink_to(target)
+    assert [file.name for file in find_files([tmp_path / "here"])] == ["b.txt", "a.txt"]
+    (tmp_path / "here" / "in" / "d.txt").symlink_to("gone")
+    with pytest.raises(SettingsError, match=r"d\.txt: expected a file, found a link to gone, which does not"):
+        find_files([tmp_path / "here"])
 
 
 def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:

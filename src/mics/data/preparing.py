@@ -161,13 +161,22 @@ def _tokenize(
             num_documents = 0
             for batch in _batches(file, asked.reading, work):
                 num_documents += len(batch)
-                waiting.append(workers.submit(tokenizer.encode_documents, batch, dtype))
+                waiting.append(workers.submit(_encode, tokenizer, batch, dtype, file))
                 if len(waiting) > most:
                     buckets.add(waiting.popleft().result())
             sources.append(Prepared(file=file.name, nbytes=file.stat().st_size, num_documents=num_documents))
         while waiting:
             buckets.add(waiting.popleft().result())
     return sources
+
+
+def _encode(
+    tokenizer: Tokenizer, texts: list[str], dtype: np.dtype[np.unsignedinteger], file: Path
+) -> list[Tokens]:
+    try:
+        return tokenizer.encode_documents(texts, dtype)
+    except SettingsError as error:
+        raise SettingsError(f"{file}: {error}") from None
 
 
 def _batches(file: Path, how: DocumentFormat, work: LongWork) -> Iterator[list[str]]:

@@ -82,11 +82,12 @@ class BytesTokenizer:
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
         for text in texts:
-            found = next((number for number in self.special.all_ids if chr(number) in text), None)
-            if found is not None:
+            place = max(text.find(chr(number)) for number in self.special.all_ids)
+            if place >= 0:
                 raise SettingsError(
-                    f"--tokenizer bytes: expected text without the bytes 0 and 4, which are special, found "
-                    f"{found} in {text[:40]!r}; use another tokenizer, or leave that file out"
+                    "expected text without the bytes 0 and 4, which are special to --tokenizer bytes, found "
+                    f"{ord(text[place])} in {text[max(0, place - 20) : place + 20]!r}; use another "
+                    "tokenizer, or leave that file out"
                 )
         return [np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(dtype) for text in texts]
 
