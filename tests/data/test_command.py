@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,8 +75,9 @@ def test_verify_names_all_that_is_broken(
     [
         (
             ["tokenizer", str(FABLES), "--vocab-size", "100", "--out", "{}"],
-            "--vocab-size: expected 261 or more",
+            "--vocab-size: expected 261 (256 bytes and 5 special tokens) to 10,000,000, found 100",
         ),
+        (["tokenizer", str(FABLES), "--vocab-size", str(10**30), "--out", "{}"], "found 1,000,000,000"),
         (["prepare", str(FABLES), "--tokenizer", "no.json", "--out", "{}"], "type: mics data tokenizer"),
         (["prepare", str(FABLES), "--tokenizer", "bytes", "--out", "{}", "--workers", "0"], "--workers"),
         (["show", "{}"], "found no such folder"),
@@ -90,6 +93,77 @@ def test_wrong_input_is_one_line(
     assert error.startswith("mics data: error: ")
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def _word_tokenizer(file: Path, model: dict[str, Any]) -> str:
+    """Of the words a and b, that stand between spaces."""
+    vocab = {"</s>": 0, "a": 1, "b": 2, **({} if "unk_token" not in model else {"[UNK]": 3})}
+    split = {"type": "WhitespaceSplit"}
+    file.write_text(
+        json.dumps({"version": "1.0", "pre_tokenizer": split, "model": {"vocab": vocab, **model}})
+    )
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "WordLevel", "unk_token": "[UNK]"},
+        {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "#",
+            "max_input_chars_per_word": 9,
+        },
+        {"type": "BPE", "merges": []},  # leaves out what it does not know
+    ],
+    ids=lambda model: model["type"],
+)
+def test_text_that_the_tokenizer_does_not_know_is_counted(
+    model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = _word_tokenizer(tmp_path / "tokenizer.json", model)
+    for name, known in (("much", 10), ("little", 1000), ("none", 0)):
+        file = tmp_path / f"{name}.txt"
+        file.write_text("\n".join(["a b"] * 9 + ["a " * known + ("c" if known else "b")]))
+        args = ["--tokenizer", tokenizer, "--documents", "line", "--out", str(tmp_path / name)]
+        assert main(["data", "prepare", str(file), *args]) == 0
+        shown = capsys.readouterr()
+        index = TokenData.open(tmp_path / name).index
+        assert index.num_unknown == (name != "none")
+        unknown = f"{100 * index.unknown_share:.1f}% of the tokens are text that the tokenizer does not know"
+        assert (f"warning: {unknown}: that text is lost; train one" in shown.err) == (name == "much")
+        assert (f"unknown: {unknown}\n" in shown.out) == (name == "little")
+        assert main(["data", "show", str(tmp_path / name)]) == 0
+        assert ("% of the tokens are text that it does not know" in capsys.readouterr().out) == bool(known)
+
+
+@pytest.mark.parametrize("special", ["[]", "[" * 100_000, '{"a": '])
+def test_files_beside_a_tokenizer_that_are_wrong_are_named(
+    special: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = _word_tokenizer(tmp_path / "tokenizer.json", {"type": "BPE", "merges": []})
+    (tmp_path / "special_tokens_map.json").write_text(special)
+    args = ["--tokenizer", tokenizer, "--out", str(tmp_path / "out")]
+    assert main(["data", "prepare", str(FABLES), *args]) == 2
+    error = capsys.readouterr().err
+    assert "special_tokens_map.json: expected " in error
+    assert error.count("\n") == 1
+
+
+def test_a_tokenizer_that_cannot_encode_a_file_is_named_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = _word_tokenizer(tmp_path / "tokenizer.json", {"type": "WordLevel"})
+    file = Path(tokenizer)
+    file.write_text(
+        file.read_text().replace('"type": "WordLevel"', '"type": "WordLevel", "unk_token": "<u>"')
+    )
+    args = ["--tokenizer", tokenizer, "--out", str(tmp_path / "out")]
+    assert main(["data", "prepare", str(FABLES), *args]) == 2
+    error = capsys.readouterr().err
+    assert f"{FABLES}: expected text that the tokenizer {file} can encode, found: WordLevel error" in error
+    assert error.count("\n") == 1
 
 
 def test_an_interrupt_is_one_line(

@@ -20,7 +20,7 @@ from mics.data.tokenizer import load_tokenizer, tokenizer_of
 from mics.data.training_tokenizer import train_tokenizer
 from mics.utils.command_line import parse_commands
 from mics.utils.extras import require
-from mics.utils.numbers import TokenCount, fixed, plural, tokens, volume
+from mics.utils.numbers import TokenCount, fixed, percent, plural, tokens, volume
 from mics.utils.progress import long_work
 
 _Files = Annotated[
@@ -33,6 +33,7 @@ _Folder = Annotated[
 ]
 _SHOWN_SOURCES: Final = 5
 _SAMPLE_TOKENS: Final = 120
+_MUCH_UNKNOWN: Final = 0.01
 _SHARD_TOKENS: Final = TokenCount(100_000_000)
 
 
@@ -103,6 +104,13 @@ def prepare(
         f"written: {out}: {plural(index.num_documents, 'document')}, {tokens(index.num_tokens('train'))} for "
         f"training, {tokens(index.num_tokens('validation'))} for validation, vocabulary {index.vocab_size:,}"
     )
+    if index.num_unknown:
+        unknown = f"{percent(index.unknown_share)} of the tokens are text that the tokenizer does not know"
+        if index.unknown_share > _MUCH_UNKNOWN:
+            way_out = "train one on this text (mics data tokenizer), or use another"
+            print(f"mics data: warning: {unknown}: that text is lost; {way_out}", file=sys.stderr)
+        else:
+            print(f"unknown: {unknown}")
     print(f"train on it: mics train --data.shards {out} --model.vocab-size {index.vocab_size}")
     return 0
 
@@ -124,6 +132,8 @@ def show(folder: _Folder) -> int:
     mean = sum(index.num_tokens(split) for split in splits) / index.num_documents
     print(f"{'documents':<11} {index.num_documents:,}, {fixed(mean)} tokens on average, seed {index.seed}")
     print(f"{'vocabulary':<11} {index.vocab_size:,} tokens ({index.dtype}), tokenizer {index.tokenizer}")
+    if index.num_unknown:
+        print(f"{'unknown':<11} {percent(index.unknown_share)} of the tokens are text that it does not know")
     special = index.special
     print(f"{'special':<11} end of text {special.end_of_text}, begin {special.begin}, mask {special.mask}")
     for number, source in enumerate(index.sources[:_SHOWN_SOURCES]):

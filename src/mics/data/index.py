@@ -75,12 +75,19 @@ class ShardIndex:
     num_documents: int
     shards: tuple[Shard, ...]
     sources: tuple[Prepared, ...]
+    num_unknown: int = 0
+    """Times that the text has what the tokenizer does not know; folders of early versions do not say."""
 
     def of_split(self, split: Split) -> tuple[Shard, ...]:
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def num_tokens(self, split: Split) -> int:
         return sum(shard.num_tokens for shard in self.of_split(split))
+
+    @property
+    def unknown_share(self) -> float:
+        """Of all tokens, those that stand for text that the tokenizer does not know."""
+        return self.num_unknown / sum(shard.num_tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
@@ -105,7 +112,7 @@ def read_index(folder: Path) -> ShardIndex:
         special = _known(SpecialTokens, content["special"])
         index = ShardIndex(
             **{
-                **_known(ShardIndex, content),
+                **_known(ShardIndex, {"num_unknown": 0, **content}),
                 "special": SpecialTokens(**{**special, "all_ids": tuple(special["all_ids"])}),
                 "shards": tuple(Shard(**_known(Shard, each)) for each in content["shards"]),
                 "sources": tuple(Prepared(**_known(Prepared, each)) for each in content["sources"]),

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def prepare(asked: Preparing, tokenizer: Tokenizer) -> ShardIndex:
         nbytes = sum(file.stat().st_size for file in files)
         buckets = Buckets(folder / "buckets", dtype=dtype, nbytes=nbytes, seed=asked.seed)
         with long_work("tokenize", nbytes) as work, _one_thread_per_call():
-            sources = _tokenize(files, asked, tokenizer, buckets, work)
+            sources, num_unknown = _tokenize(files, asked, tokenizer, buckets, work)
         writers = _write_shards(folder, asked, buckets, dtype)
         shards = tuple(shard for writer in writers for shard in writer.shards)
         _check_complete(asked, shards, buckets)
@@ -80,6 +80,7 @@ def prepare(asked: Preparing, tokenizer: Tokenizer) -> ShardIndex:
             num_documents=buckets.num_documents,
             shards=shards,
             sources=tuple(sources),
+            num_unknown=num_unknown,
         )
         index.write(folder)
     return index
@@ -150,12 +151,21 @@ def _one_thread_per_call() -> Iterator[None]:
 
 def _tokenize(
     files: list[Path], asked: Preparing, tokenizer: Tokenizer, buckets: Buckets, work: LongWork
-) -> list[Prepared]:
-    """Fill the buckets, in the order of the files whatever the number of threads."""
+) -> tuple[list[Prepared], int]:
+    """Fill the buckets, in the order of the files whatever the number of threads. Also returns how much of
+    the text the tokenizer does not know."""
     dtype = buckets.dtype
     most = _BATCHES_PER_WORKER * asked.workers
-    waiting: deque[Future[list[Tokens]]] = deque()
+    waiting: deque[Future[_Encoded]] = deque()
     sources = []
+    num_unknown = 0
+
+    def take() -> None:
+        nonlocal num_unknown
+        encoded = waiting.popleft().result()
+        buckets.add(encoded.documents)
+        num_unknown += encoded.num_unknown
+
     with ThreadPoolExecutor(asked.workers, thread_name_prefix="mics-tokenize") as workers:
         for file in files:
             num_documents = 0
@@ -163,20 +173,26 @@ def _tokenize(
                 num_documents += len(batch)
                 waiting.append(workers.submit(_encode, tokenizer, batch, dtype, file))
                 if len(waiting) > most:
-                    buckets.add(waiting.popleft().result())
+                    take()
             sources.append(Prepared(file=file.name, nbytes=file.stat().st_size, num_documents=num_documents))
         while waiting:
-            buckets.add(waiting.popleft().result())
-    return sources
+            take()
+    return sources, num_unknown
+
+
+class _Encoded(NamedTuple):
+    documents: list[Tokens]
+    num_unknown: int
 
 
 def _encode(
     tokenizer: Tokenizer, texts: list[str], dtype: np.dtype[np.unsignedinteger], file: Path
-) -> list[Tokens]:
+) -> _Encoded:
     try:
-        return tokenizer.encode_documents(texts, dtype)
+        documents = tokenizer.encode_documents(texts, dtype)
     except SettingsError as error:
         raise SettingsError(f"{file}: {error}") from None
+    return _Encoded(documents, sum(map(tokenizer.num_unknown, texts, documents)))
 
 
 def _batches(file: Path, how: DocumentFormat, work: LongWork) -> Iterator[list[str]]:

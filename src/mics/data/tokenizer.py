@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -61,6 +62,10 @@ class Tokenizer(Protocol):
         """The tokens of each text, with the end-of-text token behind. Threads may call it."""
         ...
 
+    def num_unknown(self, text: str, tokens: NDArray[np.unsignedinteger]) -> int:
+        """How often a text, whose tokens these are, has something that the tokenizer does not know."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def copy_files(self, folder: Path) -> None:
@@ -91,6 +96,9 @@ class BytesTokenizer:
                 )
         return [np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(dtype) for text in texts]
 
+    def num_unknown(self, text: str, tokens: NDArray[np.unsignedinteger]) -> int:
+        return 0
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if 0 < token < 256).decode(errors="replace")
 
@@ -113,6 +121,8 @@ class FileTokenizer:
             self._names["eos_token"] = end_of_text
         self.special = self._special(end_of_text)
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        self.unknown, self._knows_bytes = self._unknown()
+        self._covered: dict[str, bool] = {}
         self.digest = digest_of(file)
 
     def encode(self, text: str) -> list[int]:
@@ -121,9 +131,28 @@ class FileTokenizer:
     def encode_documents(
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
-        found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # it raises Exception itself
+            raise SettingsError(
+                f"expected text that the tokenizer {self._file} can encode, found: {error}; use another"
+            ) from None
         end = self.special.end_of_text
         return [np.array([*each.ids, end], dtype=dtype) for each in found]
+
+    def num_unknown(self, text: str, tokens: NDArray[np.unsignedinteger]) -> int:
+        if self.unknown is not None:
+            return int(np.count_nonzero(tokens[:-1] == self.unknown))
+        if self._knows_bytes:
+            return 0
+        return sum(number for each, number in Counter(text).items() if not self._covers(each))
+
+    def _covers(self, character: str) -> bool:
+        if character not in self._covered:
+            normalizer = self._library.normalizer
+            normal = character if normalizer is None else normalizer.normalize_str(character)
+            self._covered[character] = not normal.strip() or bool(self.encode(character))
+        return self._covered[character]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._library.decode([token for token in tokens if token < self.vocab_size]))
@@ -160,6 +189,18 @@ class FileTokenizer:
         return SpecialTokens(
             end_of_text=end, begin=None if begin == end else begin, mask=mask, all_ids=tuple(sorted(ids))
         )
+
+    def _unknown(self) -> tuple[int | None, bool]:
+        """The token that the library puts where it knows none; and, where it has no such token and leaves the
+        text out, whether it knows all bytes."""
+        from tokenizers import pre_tokenizers
+
+        written = self._library.to_str()
+        model = json.loads(written)["model"]
+        name = model.get("unk_token")
+        token = model.get("unk_id") if name is None else self._library.token_to_id(name)
+        vocabulary = self._library.get_vocab().keys()
+        return token, '"ByteLevel"' in written and vocabulary >= set(pre_tokenizers.ByteLevel.alphabet())
 
     def _id(self, role: str, usual: Sequence[str]) -> int | None:
         """The id of a role's token: the one that the tokenizer's files name, else one with a usual name."""
@@ -243,8 +284,13 @@ def _names_beside(file: Path) -> dict[str, str]:
         path = file.parent / beside
         try:
             content = json.loads(path.read_bytes()) if path.is_file() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"{path}: expected JSON, found: {error}") from None
+        if not isinstance(content, dict):
+            raise SettingsError(
+                f"{path}: expected special tokens by role, as {{...}}, found {type(content).__name__}; mend "
+                "it, or remove it"
+            )
         for role in _ROLES:
             token = content.get(role)
             token = token.get("content") if isinstance(token, dict) else token
