@@ -54,6 +54,11 @@ class Tokenizer(Protocol):
     @property
     def special(self) -> SpecialTokens: ...
 
+    @property
+    def unknown(self) -> int | None:
+        """The token for text that it does not know, if it has one."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_documents(
@@ -78,6 +83,7 @@ class BytesTokenizer:
 
     digest = BYTES
     vocab_size = 256
+    unknown = None
     special = SpecialTokens(end_of_text=0, mask=4, all_ids=(0, 4))
 
     def encode(self, text: str) -> list[int]:
