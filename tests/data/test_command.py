@@ -95,6 +95,20 @@ def test_wrong_input_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_long_document_that_is_held_out_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of the shuffled order may be most of the text."""
+    args = ["data", "prepare", str(FABLES), "--tokenizer", "bytes", "--out"]
+    assert main([*args, str(tmp_path / "few")]) == 0
+    expected = (
+        "warning: 17.8% of the tokens are for validation, of 1.0% that were asked for: documents are long"
+    )
+    assert expected in capsys.readouterr().err
+    assert main([*args, str(tmp_path / "many"), "--documents", "blank-line"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def _word_tokenizer(file: Path, model: dict[str, Any]) -> str:
     """Of the words a and b, that stand between spaces."""
     vocab = {"</s>": 0, "a": 1, "b": 2, **({} if "unk_token" not in model else {"[UNK]": 3})}

@@ -107,8 +107,11 @@ def test_rows_without_a_value_are_no_documents_and_columns_may_be_dictionaries(t
     for name in ("a.jsonl", "b.pq"):
         assert list(read_documents(tmp_path / name, DocumentFormat())) == ["one", "two", "one"]
     parquet.write_table(pyarrow.table({"text": [["one"]]}), tmp_path / "c.pq")
-    with pytest.raises(SettingsError, match=r"expected text in the column 'text', found text \(list<"):
-        list(read_documents(tmp_path / "c.pq", DocumentFormat()))
+    twice = pyarrow.table([["one"], ["two"]], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "d.pq")
+    for name, found in (("c.pq", r"text \(list<"), ("d.pq", r"text \(string\), text \(string\)")):
+        with pytest.raises(SettingsError, match=rf"expected text in the column 'text', found {found}"):
+            list(read_documents(tmp_path / name, DocumentFormat()))
 
 
 def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ("p.json", b'[\n {"text": "x"}\n]', r"p\.json, line 1: expected JSON, .*; .* jq -c '\.\[\]'"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
         ("null.jsonl", b'{"text": null}\n', r"null\.jsonl: expected text, found none in it"),
-        ("nul.txt", b"x\na\0b", r"nul\.txt, line 2: expected text in UTF-8, found the byte 0, as in UTF-16"),
+        ("nul.txt", b"x\na\0b", r"nul\.txt, line 2: expected text in UTF-8, found the byte 0; convert"),
         (
             "nul.jsonl",
             b'{"text": "\\u0000"}',
@@ -173,6 +176,7 @@ def test_wrong_files_are_named_and_nothing_is_left(
         ({"files": (Path("nowhere.txt"),)}, r"nowhere\.txt: expected a file or a folder that exists"),
         ({"files": (Path("x" * 256),)}, "x: could not be read: File name too long"),
         ({"files": ()}, "FILES: expected at least one file"),
+        ({"seed": 1 << 64}, r"--seed: expected less than 2\^64"),
         ({"out": FABLES.parent}, "expected a name that is free, found a folder"),
         ({"out": FABLES}, "expected a name that is free, found a file"),
         (

@@ -33,6 +33,7 @@ _Folder = Annotated[
 ]
 _SHOWN_SOURCES: Final = 5
 _SAMPLE_TOKENS: Final = 120
+_MUCH_HELD_OUT: Final = 0.1
 _MUCH_UNKNOWN: Final = 0.01
 _SHARD_TOKENS: Final = TokenCount(100_000_000)
 
@@ -104,6 +105,14 @@ def prepare(
         f"written: {out}: {plural(index.num_documents, 'document')}, {tokens(index.num_tokens('train'))} for "
         f"training, {tokens(index.num_tokens('validation'))} for validation, vocabulary {index.vocab_size:,}"
     )
+    held_out = index.num_tokens("validation") / index.all_tokens
+    if held_out > validation_share + _MUCH_HELD_OUT:
+        print(
+            f"mics data: warning: {percent(held_out)} of the tokens are for validation, of "
+            f"{percent(validation_share)} that were asked for: documents are long for so little text; "
+            "--documents blank-line or line makes shorter ones of text files",
+            file=sys.stderr,
+        )
     if index.num_unknown:
         unknown = f"{percent(index.unknown_share)} of the tokens are text that the tokenizer does not know"
         if index.unknown_share > _MUCH_UNKNOWN:
@@ -129,7 +138,7 @@ def show(folder: _Folder) -> int:
         nbytes = sum(shard.nbytes for shard in shards)
         count = tokens(index.num_tokens(split))
         print(f"{split:<11} {count} in {plural(len(shards), 'shard')}, {volume(nbytes)}")
-    mean = sum(index.num_tokens(split) for split in splits) / index.num_documents
+    mean = index.all_tokens / index.num_documents
     print(f"{'documents':<11} {index.num_documents:,}, {fixed(mean)} tokens on average, seed {index.seed}")
     print(f"{'vocabulary':<11} {index.vocab_size:,} tokens ({index.dtype}), tokenizer {index.tokenizer}")
     if index.num_unknown:

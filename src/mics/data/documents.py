@@ -128,8 +128,8 @@ def _lines(file: Path, advance: Advance) -> Iterator[tuple[int, str]]:
                 done = raw.tell()
             if b"\0" in line:
                 raise SettingsError(
-                    f"{file}, line {number}: expected text in UTF-8, found the byte 0, as in UTF-16; "
-                    "convert the file (iconv -f UTF-16 -t UTF-8), or leave it out"
+                    f"{file}, line {number}: expected text in UTF-8, found the byte 0; convert the "
+                    "file if it is UTF-16 (iconv -f UTF-16 -t UTF-8), or leave it out"
                 )
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -215,7 +215,7 @@ def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]
         raise SettingsError(f"{file}: expected a parquet file, found: {error}") from None
     with content:
         schema = content.schema_arrow
-        if how.field not in schema.names or not _is_text(schema.field(how.field).type):
+        if [_is_text(column.type) for column in schema if column.name == how.field] != [True]:
             columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
             raise SettingsError(
                 f"{file}: expected text in the column {how.field!r}, found {columns}; name the column with "

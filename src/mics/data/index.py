@@ -85,9 +85,14 @@ class ShardIndex:
         return sum(shard.num_tokens for shard in self.of_split(split))
 
     @property
+    def all_tokens(self) -> int:
+        """Of both splits."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
     def unknown_share(self) -> float:
         """Of all tokens, those that stand for text that the tokenizer does not know."""
-        return self.num_unknown / sum(shard.num_tokens for shard in self.shards)
+        return self.num_unknown / self.all_tokens
 
     def write(self, folder: Path) -> None:
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}

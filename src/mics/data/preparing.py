@@ -52,6 +52,8 @@ class Preparing:
         ):
             if value < least:
                 raise SettingsError(f"{name}: expected {least} or more, found {value}")
+        if self.seed >> 64:
+            raise SettingsError(f"--seed: expected less than 2^64, found {self.seed}")
         if not 0 <= self.validation_share < 1:
             raise SettingsError(
                 f"--validation-share: expected a number in [0, 1), found {self.validation_share}"
