@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -80,6 +81,10 @@ def test_verify_names_all_that_is_broken(
         (["tokenizer", str(FABLES), "--vocab-size", str(10**30), "--out", "{}"], "found 1,000,000,000"),
         (["prepare", str(FABLES), "--tokenizer", "no.json", "--out", "{}"], "type: mics data tokenizer"),
         (["prepare", str(FABLES), "--tokenizer", "bytes", "--out", "{}", "--workers", "0"], "--workers"),
+        (
+            ["prepare", str(FABLES), "--tokenizer", "bytes", "--out", "{}", "--end-of-text", "x"],
+            "--end-of-text: ",
+        ),
         (["show", "{}"], "found no such folder"),
         (["verify", "{}"], "found no such folder"),
     ],
@@ -178,6 +183,14 @@ def test_a_tokenizer_that_cannot_encode_a_file_is_named_with_it(
     error = capsys.readouterr().err
     assert f"{FABLES}: expected text that the tokenizer {file} can encode, found: WordLevel error" in error
     assert error.count("\n") == 1
+
+
+def test_names_that_cannot_be_printed_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        args = ["--tokenizer", "bytes", "--out", str(tmp_path / "\u65e5")]
+        assert main(["data", "prepare", str(FABLES), *args]) == 0
+        assert b"\\u65e5: 6 documents" in stdout.buffer.getvalue()
 
 
 def test_an_interrupt_is_one_line(

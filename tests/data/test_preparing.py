@@ -321,6 +321,21 @@ def test_only_one_makes_a_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("out", "expected a name that is free, found a broken link"), ("out.partial", "to be free too, found")],
+)
+def test_what_stands_where_the_folder_is_made_is_kept(name: str, expected: str, tmp_path: Path) -> None:
+    """And found before hours of work, not behind them."""
+    if name == "out":
+        (tmp_path / name).symlink_to("nowhere")
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(SettingsError, match=expected):
+        prepare(Preparing(files=(FABLES,), out=tmp_path / "out"), BytesTokenizer())
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
 def test_tokens_that_are_lost_on_the_way_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

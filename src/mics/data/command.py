@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -46,6 +47,8 @@ def data(args: Sequence[str]) -> int:
         "tokenizer": tokenizer,
         "verify": verify,
     }
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what was made is not lost where a name cannot be printed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return parse_commands(
             commands,

@@ -91,12 +91,17 @@ def prepare(asked: Preparing, tokenizer: Tokenizer) -> ShardIndex:
 @contextmanager
 def published(out: Path) -> Iterator[Path]:
     """A folder to write to, which takes the name ``out`` when all is done, and is removed if it fails."""
-    if out.exists():
-        found = "a folder" if out.is_dir() else "a file"
+    if out.exists() or out.is_symlink():
+        found = "a folder" if out.is_dir() else "a file" if out.is_file() else "a broken link"
         raise SettingsError(f"--out {out}: expected a name that is free, found {found}; name another")
-    partial = out.with_name(out.name + ".partial")
+    partial, lock = (out.with_name(out.name + suffix) for suffix in (".partial", ".partial.lock"))
+    if partial.exists() and not lock.exists():
+        raise SettingsError(
+            f"--out {out}: expected {partial} to be free too, found what mics data has not left there; move "
+            "it, or name another"
+        )
     try:
-        with _alone(out):
+        with _alone(out, lock):
             try:
                 shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
                 partial.mkdir()
@@ -115,12 +120,12 @@ def published(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Hold a lock beside ``out``, so that nobody else makes it meanwhile. A killed process leaves none."""
-    file = out.with_name(out.name + ".partial.lock")
-    out.parent.mkdir(parents=True, exist_ok=True)
+def _alone(out: Path, lock: Path) -> Iterator[None]:
+    """Hold the lock of a file, so that nobody else makes ``out`` meanwhile. A killed process leaves the file,
+    and nobody holds it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with file.open("a") as held:
+        with lock.open("a") as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -133,7 +138,7 @@ def _alone(out: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                file.unlink()
+                lock.unlink()
             return
 
 

@@ -179,8 +179,8 @@ class FileTokenizer:
     def _special(self, end_of_text: str | None) -> SpecialTokens:
         end = self._id("eos_token", _END_NAMES)
         if end is None:
-            missing = end_of_text or self._names.get("eos_token")
-            found = f"no {missing!r} in it" if missing else f"none of {', '.join(_END_NAMES)}"
+            missing = self._names.get("eos_token")
+            found = f"no {missing!r} in it" if missing is not None else f"none of {', '.join(_END_NAMES)}"
             raise SettingsError(
                 f"{self._file}: expected a token that ends a document, found {found}; name it with "
                 "--end-of-text"
@@ -241,6 +241,11 @@ def _read(file: Path) -> _Library:
 def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     """``bytes``, a tokenizer.json, or a folder that has one."""
     if name == BYTES:
+        if end_of_text is not None:
+            raise SettingsError(
+                f"--end-of-text: expected none with --tokenizer {BYTES}, whose byte 0 ends a document, found "
+                f"{end_of_text!r}; leave it out"
+            )
         return BytesTokenizer()
     path = Path(name)
     file = path / TOKENIZER_FILE if path.is_dir() else path
