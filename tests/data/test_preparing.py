@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
 import json
@@ -319,6 +320,18 @@ def test_only_one_makes_a_folder(tmp_path: Path) -> None:
             prepare(Preparing(files=(FABLES,), out=out), BytesTokenizer())
     assert [file.name for file in out.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*given: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(SettingsError, match="out: could not be locked: Function not implemented; name"),
+        published(tmp_path / "out"),
+    ):
+        raise AssertionError
 
 
 @pytest.mark.parametrize(

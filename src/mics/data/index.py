@@ -24,8 +24,9 @@ MEND: Final = "copy it again, or prepare the data again"
 Split = Literal["train", "validation"]
 DTYPES: Final = {"uint16": 2, "uint32": 4}
 """What shards are made of, and the bytes of a token."""
-_CHEAP_NBYTES: Final = 10**9
-"""Up to this size of a folder its shards are read whenever it is opened: in about a second."""
+_CHEAP_NBYTES: Final = 250 * 10**6
+"""Up to this size of a folder its shards are read whenever it is opened: in a moment, and in seconds on a
+slow file system that many nodes share."""
 
 
 @dataclass(frozen=True, kw_only=True)

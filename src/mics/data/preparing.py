@@ -133,6 +133,11 @@ def _alone(out: Path, lock: Path) -> Iterator[None]:
                     f"--out {out}: expected to be alone in making it, found that another mics data does so "
                     "now; wait for it, or name another"
                 ) from None
+            except OSError as error:  # some file systems of clusters have no locks
+                raise SettingsError(
+                    f"--out {out}: could not be locked: {error.strerror or error}; name a folder on another "
+                    "file system, and copy it"
+                ) from None
             if os.fstat(held.fileno()).st_nlink == 0:  # its owner has just ended
                 continue
             try:

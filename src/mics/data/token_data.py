@@ -72,7 +72,7 @@ class TokenData:
 
         Args:
             folder: what ``mics data prepare`` has made.
-            check: Compare the sizes of all shards, their digests if all of them have 1 GB or less, and the
+            check: Compare the sizes of all shards, their digests if all of them have 250 MB or less, and the
                 tokenizer's file. Without it, for ranks of a node on which another one does.
         """
         index = read_index(folder)
