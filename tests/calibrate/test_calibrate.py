@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import subprocess
 import sys
@@ -133,8 +134,9 @@ def test_ranks_that_cannot_be_calibrated() -> None:
         node_indices(["a"])
     with pytest.raises(SettingsError, match="2 on node a, 1 on node b"):
         node_indices(["a", "a", "b"])
-    with pytest.raises(SettingsError, match="--max-seconds: expected at least 1"):
-        CalibrateConfig(max_seconds=0.0).check()
+    for seconds in (0.0, -5.0, math.nan, math.inf, -math.inf):  # NaN would never end
+        with pytest.raises(SettingsError, match="--max-seconds: expected a finite number of at least 1"):
+            CalibrateConfig(max_seconds=seconds).check()
 
 
 def test_ranks_to_start_without_a_launcher(

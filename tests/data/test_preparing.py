@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 from mics.data import TokenData, TokenStream
 from mics.data import shard_files as shard_files_module
 from mics.data.documents import DocumentFormat, find_files, read_documents
-from mics.data.preparing import Preparing, prepare
+from mics.data.preparing import Preparing, prepare, published
+from mics.data.shard_files import Buckets
 from mics.data.tokenizer import BytesTokenizer, frame_file, load_tokenizer, tokenizer_of
 from mics.data.training_tokenizer import train_tokenizer
 from mics.errors import SettingsError
@@ -105,8 +108,11 @@ def test_rows_without_a_value_are_no_documents_and_columns_may_be_dictionaries(t
     for name in ("a.jsonl", "b.pq"):
         assert list(read_documents(tmp_path / name, DocumentFormat())) == ["one", "two", "one"]
     parquet.write_table(pyarrow.table({"text": [["one"]]}), tmp_path / "c.pq")
-    with pytest.raises(SettingsError, match=r"expected text in the column 'text', found text \(list<"):
-        list(read_documents(tmp_path / "c.pq", DocumentFormat()))
+    twice = pyarrow.table([["one"], ["two"]], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "d.pq")
+    for name, found in (("c.pq", r"text \(list<"), ("d.pq", r"text \(string\), text \(string\)")):
+        with pytest.raises(SettingsError, match=rf"expected text in the column 'text', found {found}"):
+            list(read_documents(tmp_path / name, DocumentFormat()))
 
 
 def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
@@ -117,6 +123,8 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     assert list(read_documents(file, DocumentFormat(separator="blank-line"))) == [one, one]
     assert list(read_documents(file, DocumentFormat(separator="file"))) == [f"{one}\n\n\n{one}"]
     assert list(read_documents(file, DocumentFormat(separator="line"))) == one.split("\n") * 2
+    file.write_bytes(f"{paragraph}\r\n".replace("\n", "\r").encode() * 2)
+    assert list(read_documents(file, DocumentFormat(separator="blank-line"))) == [one, one]
     file.write_text("\n".join(paragraph for _ in range(1000)))
     passages = list(read_documents(file, DocumentFormat()))
     assert [len(passage) > 8000 for passage in passages] == [True, True, False]
@@ -127,7 +135,7 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     ("name", "content", "expected"),
     [
         ("empty.txt", b"", r"empty\.txt: expected text, found an empty file"),
-        ("blank.txt", b"\n \n", r"blank\.txt: expected text, found an empty file"),
+        ("blank.txt", b"\n \n", r"blank\.txt: expected text, found none in it"),
         ("latin.txt", b"one\ngr\xfcn\n", r"latin\.txt, line 2: expected text in UTF-8, found the byte 0xfc"),
         ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl, line 1: expected text in the field 'text', found body"),
         ("b.jsonl", b'{"text": "x"}\n{"te', r"b\.jsonl, line 2: expected JSON"),
@@ -141,8 +149,16 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
         ),
         ("p.json", b'[\n {"text": "x"}\n]', r"p\.json, line 1: expected JSON, .*; .* jq -c '\.\[\]'"),
         ("c.parquet", b"PAR0", r"c\.parquet: expected a parquet file"),
-        ("nul.txt", b"a\0b", r"expected text without the bytes 0 and 4, which are special, found 0"),
-        ("eot.txt", b"a\4b", r"expected text without the bytes 0 and 4, which are special, found 4"),
+        ("null.jsonl", b'{"text": null}\n', r"null\.jsonl: expected text, found none in it"),
+        ("nul.txt", b"x\na\0b", r"nul\.txt, line 2: expected text in UTF-8, found the byte 0; convert"),
+        (
+            "nul.jsonl",
+            b'{"text": "\\u0000"}',
+            r"nul\.jsonl: expected text without the bytes 0 and 4, .* found 0",
+        ),
+        ("eot.txt", b"a\4b", r"eot\.txt: expected text without the bytes 0 and 4, .* found 4 in 'a"),
+        ("latin.TXT.GZ", gzip.compress(b"gr\xfcn"), r"latin\.TXT\.GZ, line 1: .* found the byte 0xfc"),
+        ("torn.gz", gzip.compress(b"text\n" * 99)[:-9], r"torn\.gz: could not be read: Truncated"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value and "\\" not in value else "",
 )
@@ -159,7 +175,9 @@ def test_wrong_files_are_named_and_nothing_is_left(
     ("changed", "expected"),
     [
         ({"files": (Path("nowhere.txt"),)}, r"nowhere\.txt: expected a file or a folder that exists"),
+        ({"files": (Path("x" * 256),)}, "x: could not be read: File name too long"),
         ({"files": ()}, "FILES: expected at least one file"),
+        ({"seed": 1 << 64}, r"--seed: expected less than 2\^64"),
         ({"out": FABLES.parent}, "expected a name that is free, found a folder"),
         ({"out": FABLES}, "expected a name that is free, found a file"),
         (
@@ -209,6 +227,19 @@ def test_hidden_files_of_a_folder_are_no_text(tmp_path: Path) -> None:
         (tmp_path / name).write_text("text")
     assert [file.name for file in find_files([tmp_path])] == ["a.txt", "c.txt"]
     assert [file.name for file in find_files([tmp_path / ".hidden.txt"])] == [".hidden.txt"]
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    """To folders elsewhere too; neither in circles nor out of the folder that was named."""
+    for name in ("here/in/a.txt", "there/b.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    for link, target in (("far", "../there"), ("again", "../there"), ("up", ".."), ("in/loop", "../in")):
+        (tmp_path / "here" / link).symlink_to(target)
+    assert [file.name for file in find_files([tmp_path / "here"])] == ["b.txt", "a.txt"]
+    (tmp_path / "here" / "in" / "d.txt").symlink_to("gone")
+    with pytest.raises(SettingsError, match=r"d\.txt: expected a file, found a link to gone, which does not"):
+        find_files([tmp_path / "here"])
 
 
 def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -275,3 +306,61 @@ def test_transformers_loads_the_tokenizer(fables: TokenData) -> None:
     text = "There was once a miller."
     assert loaded(text)["input_ids"] == [0, *ours.encode(text), 2]
     assert (loaded.mask_token_id, loaded.pad_token_id, loaded.eos_token_id) == (4, 1, 2)
+
+
+def test_only_one_makes_a_folder(tmp_path: Path) -> None:
+    """A second one would remove what the first has made; what a killed one has left is in nobody's way."""
+    out = tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial.lock").touch()
+    (tmp_path / "out.partial" / "old").touch()
+    with published(out) as folder:
+        (folder / "new").touch()
+        with pytest.raises(SettingsError, match="out: expected to be alone in making it, found that another"):
+            prepare(Preparing(files=(FABLES,), out=out), BytesTokenizer())
+    assert [file.name for file in out.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*given: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(SettingsError, match="out: could not be locked: Function not implemented; name"),
+        published(tmp_path / "out"),
+    ):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("out", "expected a name that is free, found a broken link"), ("out.partial", "to be free too, found")],
+)
+def test_what_stands_where_the_folder_is_made_is_kept(name: str, expected: str, tmp_path: Path) -> None:
+    """And found before hours of work, not behind them."""
+    if name == "out":
+        (tmp_path / name).symlink_to("nowhere")
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(SettingsError, match=expected):
+        prepare(Preparing(files=(FABLES,), out=tmp_path / "out"), BytesTokenizer())
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_tokens_that_are_lost_on_the_way_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_of_them = Buckets.documents
+    monkeypatch.setattr(Buckets, "documents", lambda self: itertools.islice(all_of_them(self), 1, None))
+    with pytest.raises(SettingsError, match=r"expected shards of the 46,984 tokens that .* gave, found 3"):
+        prepare(Preparing(files=(FABLES,), out=tmp_path / "out"), BytesTokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buckets, "_files", lambda self, bucket: (Path("/dev/full"), Path("/dev/full")))
+    with pytest.raises(SettingsError, match=r"out: could not be written: No space left on device; free some"):
+        prepare(Preparing(files=(FABLES,), out=tmp_path / "out"), BytesTokenizer())
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from mics.cli import main
-from mics.data import TokenData
+from mics.data import INDEX_FILE, TokenData
+from mics.data.index import digest_of
 from mics.data.packing import IGNORED, Objective
 from mics.errors import SettingsError
 from mics.train.config import DataSettings, ModelSettings, TrainConfig
@@ -179,13 +180,25 @@ def test_weights_that_know_other_tokens_are_refused(fables: TokenData, tmp_path:
 def test_a_model_whose_padding_is_text_is_refused(fables: TokenData, tmp_path: Path) -> None:
     """That token would not learn, and RoBERTa would count no position where it stands."""
     pytest.importorskip("transformers")
-    model = config_file(tmp_path / "model", "roberta", vocab_size=400, pad_token_id=9)
-    with pytest.raises(
-        SettingsError, match=r"pad_token_id, 9, to be no text, .* special tokens 0, 1, 2, 3, 4"
-    ):
-        open_sequences(_config(fables.folder, name=str(model), vocab_size=None))
-    model = config_file(tmp_path / "other", "roberta", vocab_size=400)
-    open_sequences(_config(fables.folder, name=str(model), vocab_size=None))
+
+    def opened(kind: str, pad_token: int, num_unknown: int = 0) -> None:
+        index = json.loads((folder / INDEX_FILE).read_text())
+        (folder / INDEX_FILE).write_text(json.dumps(index | {"num_unknown": num_unknown}))
+        name = str(config_file(tmp_path / f"{kind}{pad_token}", kind, vocab_size=400, pad_token_id=pad_token))
+        open_sequences(_config(folder, name=name, vocab_size=None))
+
+    folder = Path(shutil.copytree(fables.folder, tmp_path / "copied"))
+    file = folder / "tokenizer" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"unk_token": null', '"unk_token": "<unk>"'))
+    index = json.loads((folder / INDEX_FILE).read_text())
+    (folder / INDEX_FILE).write_text(json.dumps(index | {"tokenizer": digest_of(file)}))
+    for kind, pad_token, num_unknown in (("roberta", 1, 5), ("roberta", 3, 0), ("llama", 2, 5)):
+        opened(kind, pad_token, num_unknown)
+    with pytest.raises(SettingsError, match=r"pad_token_id, 9, .* an ordinary token; .* one of null, 1, 3$"):
+        opened("roberta", 9)
+    for kind, pad_token, num_unknown in (("roberta", 4, 0), ("roberta", 2, 0), ("llama", 3, 5)):
+        with pytest.raises(SettingsError, match="found a special token that is in them; set it"):
+            opened(kind, pad_token, num_unknown)
 
 
 def test_a_damaged_folder_ends_before_any_rank_starts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -82,8 +83,8 @@ class CalibrateConfig:
             ("max-mib", self.max_mib, 1),
             ("batch-size", self.batch_size, 1),
         ):
-            if value is not None and value < least:
-                raise SettingsError(f"--{name}: expected at least {least}, found {value}")
+            if value is not None and not least <= value < math.inf:
+                raise SettingsError(f"--{name}: expected a finite number of at least {least}, found {value}")
 
 
 def calibrate(args: Sequence[str]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from mics.data.tokenizer import load_tokenizer, tokenizer_of
 from mics.data.training_tokenizer import train_tokenizer
 from mics.utils.command_line import parse_commands
 from mics.utils.extras import require
-from mics.utils.numbers import TokenCount, fixed, plural, tokens, volume
+from mics.utils.numbers import TokenCount, fixed, percent, plural, tokens, volume
 from mics.utils.progress import long_work
 
 _Files = Annotated[
@@ -32,6 +34,8 @@ _Folder = Annotated[
 ]
 _SHOWN_SOURCES: Final = 5
 _SAMPLE_TOKENS: Final = 120
+_MUCH_HELD_OUT: Final = 0.1
+_MUCH_UNKNOWN: Final = 0.01
 _SHARD_TOKENS: Final = TokenCount(100_000_000)
 
 
@@ -43,12 +47,18 @@ def data(args: Sequence[str]) -> int:
         "tokenizer": tokenizer,
         "verify": verify,
     }
-    return parse_commands(
-        commands,
-        args,
-        prog="mics data",
-        description="Make text into tokenized, shuffled shards to train on, and check them.",
-    )
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what was made is not lost where a name cannot be printed
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        return parse_commands(
+            commands,
+            args,
+            prog="mics data",
+            description="Make text into tokenized, shuffled shards to train on, and check them.",
+        )
+    except KeyboardInterrupt:
+        print("mics data: interrupted: nothing unfinished is left; type the same again", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def prepare(
@@ -98,6 +108,21 @@ def prepare(
         f"written: {out}: {plural(index.num_documents, 'document')}, {tokens(index.num_tokens('train'))} for "
         f"training, {tokens(index.num_tokens('validation'))} for validation, vocabulary {index.vocab_size:,}"
     )
+    held_out = index.num_tokens("validation") / index.all_tokens
+    if held_out > validation_share + _MUCH_HELD_OUT:
+        print(
+            f"mics data: warning: {percent(held_out)} of the tokens are for validation, of "
+            f"{percent(validation_share)} that were asked for: documents are long for so little text; "
+            "--documents blank-line or line makes shorter ones of text files",
+            file=sys.stderr,
+        )
+    if index.num_unknown:
+        unknown = f"{percent(index.unknown_share)} of the tokens are text that the tokenizer does not know"
+        if index.unknown_share > _MUCH_UNKNOWN:
+            way_out = "train one on this text (mics data tokenizer), or use another"
+            print(f"mics data: warning: {unknown}: that text is lost; {way_out}", file=sys.stderr)
+        else:
+            print(f"unknown: {unknown}")
     print(f"train on it: mics train --data.shards {out} --model.vocab-size {index.vocab_size}")
     return 0
 
@@ -116,9 +141,11 @@ def show(folder: _Folder) -> int:
         nbytes = sum(shard.nbytes for shard in shards)
         count = tokens(index.num_tokens(split))
         print(f"{split:<11} {count} in {plural(len(shards), 'shard')}, {volume(nbytes)}")
-    mean = sum(index.num_tokens(split) for split in splits) / index.num_documents
+    mean = index.all_tokens / index.num_documents
     print(f"{'documents':<11} {index.num_documents:,}, {fixed(mean)} tokens on average, seed {index.seed}")
     print(f"{'vocabulary':<11} {index.vocab_size:,} tokens ({index.dtype}), tokenizer {index.tokenizer}")
+    if index.num_unknown:
+        print(f"{'unknown':<11} {percent(index.unknown_share)} of the tokens are text that it does not know")
     special = index.special
     print(f"{'special':<11} end of text {special.end_of_text}, begin {special.begin}, mask {special.mask}")
     for number, source in enumerate(index.sources[:_SHOWN_SOURCES]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Literal, cast
+from typing import IO, Any, Final, Literal, NoReturn, cast
 
 from mics.errors import SettingsError
 from mics.utils.extras import require
@@ -38,17 +39,10 @@ class DocumentFormat:
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
     """Files as given; of a folder all that are in it, by name, but for hidden ones. Each must come once."""
-    found = []
-    for path in paths:
-        if path.is_dir():
-            inside = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each, path))
-            if not inside:
-                raise SettingsError(f"{path}: expected a folder with files, found an empty one")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise SettingsError(f"{path}: expected a file or a folder that exists, found none")
+    try:
+        found = [file for path in paths for file in _files_of(path)]
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: could not be read: {error.strerror}") from None
     if not found:
         raise SettingsError("FILES: expected at least one file of text, found none")
     num_times = Counter(file.resolve() for file in found)
@@ -61,9 +55,40 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Whether it is no text of the user's: .git, .DS_Store, .cache of a download, ..."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise SettingsError(f"{path}: expected a file or a folder that exists, found none")
+    inside = sorted(_files_in(path))
+    if not inside:
+        raise SettingsError(f"{path}: expected a folder with files, found an empty one")
+    return inside
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Links are followed: not to a folder that was read, nor to one that the link is in. What is hidden is no
+    text of the user's: .git, .DS_Store, .cache of a download, ..."""
+    known = set(folder.resolve().parents)
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for place, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        real = Path(place).resolve()
+        if real in known:
+            folders.clear()
+            continue
+        known.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for file in (Path(place, name) for name in files if not name.startswith(".")):
+            if not file.exists():
+                raise SettingsError(
+                    f"{file}: expected a file, found a link to {file.readlink()}, which does not exist; "
+                    "mend it, or remove it"
+                )
+            if file.is_file():
+                yield file
 
 
 def read_documents(
@@ -82,12 +107,13 @@ def read_documents(
         reason = error.strerror or " ".join(str(error).split())
         raise SettingsError(f"{file}: could not be read: {reason}") from None
     if num_documents == 0:
-        raise SettingsError(f"{file}: expected text, found an empty file; leave it out")
+        found = "none in it" if file.stat().st_size else "an empty file"
+        raise SettingsError(f"{file}: expected text, found {found}; leave it out")
 
 
 def _kind_of(file: Path) -> Literal["text", "jsonl", "parquet"]:
-    suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
-    last = suffixes[-1].lower() if suffixes else ""
+    suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() not in _COMPRESSED]
+    last = suffixes[-1] if suffixes else ""
     return "jsonl" if last in _JSON else "parquet" if last in _PARQUET else "text"
 
 
@@ -100,6 +126,11 @@ def _lines(file: Path, advance: Advance) -> Iterator[tuple[int, str]]:
             if number % 256 == 0:
                 advance(raw.tell() - done)
                 done = raw.tell()
+            if b"\0" in line:
+                raise SettingsError(
+                    f"{file}, line {number}: expected text in UTF-8, found the byte 0; convert the "
+                    "file if it is UTF-16 (iconv -f UTF-16 -t UTF-8), or leave it out"
+                )
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
@@ -111,7 +142,7 @@ def _lines(file: Path, advance: Advance) -> Iterator[tuple[int, str]]:
 
 
 def _uncompressed(file: Path, raw: IO[bytes]) -> IO[bytes]:
-    codec = _COMPRESSED.get(file.suffix)
+    codec = _COMPRESSED.get(file.suffix.lower())
     if codec is None:
         return raw
     require("data", f"a compressed file ({file.name})")
@@ -124,7 +155,8 @@ def _text(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
     least = {"line": 0, "blank-line": 0, "passage": _PASSAGE_CHARACTERS, "file": math.inf}[how.separator]
     lines: list[str] = []
     size = 0
-    for _, line in _lines(file, advance):
+    # A line may end with a carriage return alone, as in old files of the Macintosh.
+    for line in (part for _, ended in _lines(file, advance) for part in ended.split("\r")):
         is_end = how.separator == "line" or not line.strip()
         if lines or line.strip():
             lines.append(line)
@@ -183,7 +215,7 @@ def _parquet(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]
         raise SettingsError(f"{file}: expected a parquet file, found: {error}") from None
     with content:
         schema = content.schema_arrow
-        if how.field not in schema.names or not _is_text(schema.field(how.field).type):
+        if [_is_text(column.type) for column in schema if column.name == how.field] != [True]:
             columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
             raise SettingsError(
                 f"{file}: expected text in the column {how.field!r}, found {columns}; name the column with "

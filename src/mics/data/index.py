@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import xxhash
 
@@ -20,10 +20,13 @@ BYTES: Final = "bytes"
 _FORMAT: Final = "mics token shards"
 _VERSION: Final = 1
 _READ_NBYTES: Final = 1 << 22
-_MEND: Final = "copy it again, or prepare the data again"
+MEND: Final = "copy it again, or prepare the data again"
 Split = Literal["train", "validation"]
 DTYPES: Final = {"uint16": 2, "uint32": 4}
 """What shards are made of, and the bytes of a token."""
+_CHEAP_NBYTES: Final = 250 * 10**6
+"""Up to this size of a folder its shards are read whenever it is opened: in a moment, and in seconds on a
+slow file system that many nodes share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +76,24 @@ class ShardIndex:
     num_documents: int
     shards: tuple[Shard, ...]
     sources: tuple[Prepared, ...]
+    num_unknown: int = 0
+    """Times that the text has what the tokenizer does not know; folders of early versions do not say."""
 
     def of_split(self, split: Split) -> tuple[Shard, ...]:
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def num_tokens(self, split: Split) -> int:
         return sum(shard.num_tokens for shard in self.of_split(split))
+
+    @property
+    def all_tokens(self) -> int:
+        """Of both splits."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def unknown_share(self) -> float:
+        """Of all tokens, those that stand for text that the tokenizer does not know."""
+        return self.num_unknown / self.all_tokens
 
     def write(self, folder: Path) -> None:
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
@@ -103,19 +118,18 @@ def read_index(folder: Path) -> ShardIndex:
         special = _known(SpecialTokens, content["special"])
         index = ShardIndex(
             **{
-                **_known(ShardIndex, content),
+                **_known(ShardIndex, {"num_unknown": 0, **content}),
                 "special": SpecialTokens(**{**special, "all_ids": tuple(special["all_ids"])}),
                 "shards": tuple(Shard(**_known(Shard, each)) for each in content["shards"]),
                 "sources": tuple(Prepared(**_known(Prepared, each)) for each in content["sources"]),
             }
         )
-        if index.dtype not in DTYPES:
-            raise ValueError(f"dtype {index.dtype!r}")
+        _check_index(index)
     except SettingsError:
         raise
     except OSError as error:
         raise SettingsError(f"{file}: could not be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingsError(
             f"{file}: expected an index of token shards, found one that lacks or breaks {error}; prepare the "
             "data again"
@@ -123,16 +137,54 @@ def read_index(folder: Path) -> ShardIndex:
     return index
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # not isinstance: True is no count
+
+
+_IS_VALID: Final[dict[str, Callable[[Any], bool]]] = {
+    "int": _is_count,
+    "int | None": lambda value: value is None or _is_count(value),
+    "tuple[int, ...]": lambda value: all(map(_is_count, value)),
+    "str": lambda value: isinstance(value, str),
+    "Split": lambda value: value in get_args(Split),
+}
+"""By the type of a field. Those of other types have fields of their own."""
+
+
 def _known(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a class: what is not there is a KeyError, what is more is left out."""
-    return {item.name: content[item.name] for item in fields(cls)}
+    found = {item.name: content[item.name] for item in fields(cls)}
+    for item in fields(cls):
+        is_valid = _IS_VALID.get(str(item.type))
+        if is_valid is not None and not is_valid(found[item.name]):
+            raise ValueError(f"{item.name!r}: {found[item.name]!r:.60}")
+    return found
+
+
+def _check_index(index: ShardIndex) -> None:
+    """Raise a ValueError that names what no folder has that was written whole."""
+    ids = (index.special.end_of_text, index.special.begin, index.special.mask, *index.special.all_ids)
+    files = {shard.file for shard in index.shards}
+    for what, value, is_right in (
+        ("'dtype'", index.dtype, index.dtype in DTYPES),
+        ("'special'", ids, all(number is None or number < index.vocab_size for number in ids)),
+        ("'num_documents'", index.num_documents, index.num_documents > 0),
+        ("'shards'", "none to train on", index.num_tokens("train") > 0),
+        ("'shards'", "one file twice", len(files) == len(index.shards)),
+        ("'file'", "in another folder", all(name == Path(name).name for name in files)),
+    ):
+        if not is_right:
+            raise ValueError(f"{what}: {value}")
 
 
 def check_files(folder: Path, index: ShardIndex) -> None:
     """Raise if a shard is missing or has another size, or if the tokenizer's file is not the one that was
-    used: no shard is read."""
+    used. Shards are read where all of them together are small; then one that was changed is found too."""
     for shard in index.shards:
         _raise(_wrong_size(folder, shard))
+    if sum(shard.nbytes for shard in index.shards) <= _CHEAP_NBYTES:
+        for shard in index.shards:
+            _raise(_changed(folder, shard))
     _raise(wrong_tokenizer(folder, index))
 
 
@@ -153,7 +205,7 @@ def _wrong_size(folder: Path, shard: Shard) -> str | None:
         if nbytes == shard.nbytes:
             return None
         found = f"{nbytes:,}"
-    return f"{file}: expected a shard of {shard.nbytes:,} bytes, found {found}; {_MEND}"
+    return f"{file}: expected a shard of {shard.nbytes:,} bytes, found {found}; {MEND}"
 
 
 def wrong_tokenizer(folder: Path, index: ShardIndex) -> str | None:
@@ -164,14 +216,14 @@ def wrong_tokenizer(folder: Path, index: ShardIndex) -> str | None:
     try:
         found = digest_of(file)
     except FileNotFoundError:
-        return f"{file}: expected the tokenizer of these shards, found no such file; {_MEND}"
+        return f"{file}: expected the tokenizer of these shards, found no such file; {MEND}"
     except OSError as error:
         return f"{file}: could not be read: {error.strerror or error}"
     if found == index.tokenizer:
         return None
     return (
         f"{file}: expected the digest {index.tokenizer}, found {found}: the shards were not prepared with "
-        f"it; {_MEND}"
+        f"it; {MEND}"
     )
 
 
@@ -183,7 +235,9 @@ def changed_shards(
     return [problem for problem in found if problem is not None]
 
 
-def _changed(folder: Path, shard: Shard, progress: Callable[[int], object]) -> str | None:
+def _changed(
+    folder: Path, shard: Shard, progress: Callable[[int], object] = lambda nbytes: None
+) -> str | None:
     file = folder / shard.file
     try:
         found = digest_of(file, progress=progress)
@@ -193,7 +247,7 @@ def _changed(folder: Path, shard: Shard, progress: Callable[[int], object]) -> s
         return None
     return (
         f"{file}: expected the digest {shard.digest}, found {found}: it was changed after it was written; "
-        f"{_MEND}"
+        f"{MEND}"
     )
 
 

@@ -72,11 +72,11 @@ class Buckets:
     def _flush(self) -> None:
         for bucket, waiting in self._waiting.items():
             heads, tokens = self._files(bucket)
-            with heads.open("ab") as file:
+            with heads.open("ab") as file:  # not NumPy's own tofile: what that raises does not say why
                 rows = [(key, number, len(each)) for key, number, each in waiting]
-                np.array(rows, dtype=np.uint64).tofile(file)
+                file.write(np.array(rows, dtype=np.uint64).tobytes())
             with tokens.open("ab") as file:
-                np.concatenate([each for _, _, each in waiting]).tofile(file)
+                file.write(np.concatenate([each for _, _, each in waiting]).tobytes())
         self._waiting.clear()
         self._waiting_nbytes = 0
 

@@ -8,15 +8,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mics.data.index import TOKENIZER_FOLDER, Shard, ShardIndex, Split, check_files, read_index
+from mics.data.index import MEND, TOKENIZER_FOLDER, Shard, ShardIndex, Split, check_files, read_index
 from mics.errors import SettingsError
 
 
 class TokenStream:
-    """The shards of a split as one long row of tokens. A window may reach over several of them."""
+    """The shards of a split as one long row of tokens. A window may reach over several of them.
 
-    def __init__(self, shards: Sequence[NDArray[np.unsignedinteger]]) -> None:
+    Args:
+        shards: the tokens.
+        files: what error messages call the shards.
+        vocab_size: every token is below.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[NDArray[np.unsignedinteger]],
+        *,
+        files: Sequence[Path] = (),
+        vocab_size: int = 1 << 32,
+    ) -> None:
         self._shards = tuple(shards)
+        self._files = files
+        self._vocab_size = vocab_size
         self._ends = np.cumsum([0, *(len(shard) for shard in self._shards)])  # [shards + 1]
 
     def __len__(self) -> int:
@@ -35,6 +49,11 @@ class TokenStream:
             while done < length:
                 inside = int(start) + done - int(self._ends[shard])
                 piece = self._shards[shard][inside : inside + length - done]
+                if len(piece) and piece.max() >= self._vocab_size:
+                    raise SettingsError(
+                        f"{self._files[shard]}: expected tokens below {self._vocab_size:,}, found "
+                        f"{piece.max():,}: it was changed after it was written; {MEND}"
+                    )
                 row[done : done + len(piece)] = piece
                 done += len(piece)
                 shard += 1
@@ -53,8 +72,8 @@ class TokenData:
 
         Args:
             folder: what ``mics data prepare`` has made.
-            check: Compare the sizes of all shards, and the tokenizer's file. Without it, for ranks of a node
-                on which another one does.
+            check: Compare the sizes of all shards, their digests if all of them have 250 MB or less, and the
+                tokenizer's file. Without it, for ranks of a node on which another one does.
         """
         index = read_index(folder)
         if check:
@@ -69,7 +88,12 @@ class TokenData:
 
     def stream(self, split: Split) -> TokenStream:
         """All tokens of a split."""
-        return TokenStream([self._map(shard) for shard in self.index.of_split(split)])
+        shards = self.index.of_split(split)
+        return TokenStream(
+            [self._map(shard) for shard in shards],
+            files=[self.folder / shard.file for shard in shards],
+            vocab_size=self.index.vocab_size,
+        )
 
     def _map(self, shard: Shard) -> NDArray[np.unsignedinteger]:
         file = self.folder / shard.file
@@ -80,7 +104,7 @@ class TokenData:
         if found.shape != (shard.num_tokens,) or found.dtype != np.dtype(self.index.dtype):
             raise SettingsError(
                 f"{file}: expected {shard.num_tokens:,} tokens of {self.index.dtype}, found shape "
-                f"{found.shape} of {found.dtype}; copy it again, or prepare the data again"
+                f"{found.shape} of {found.dtype}; {MEND}"
             )
         assert isinstance(found, np.ndarray)
         return found

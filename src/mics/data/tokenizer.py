@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -53,12 +54,21 @@ class Tokenizer(Protocol):
     @property
     def special(self) -> SpecialTokens: ...
 
+    @property
+    def unknown(self) -> int | None:
+        """The token for text that it does not know, if it has one."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_documents(
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
         """The tokens of each text, with the end-of-text token behind. Threads may call it."""
+        ...
+
+    def num_unknown(self, text: str, tokens: NDArray[np.unsignedinteger]) -> int:
+        """How often a text, whose tokens these are, has something that the tokenizer does not know."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -73,6 +83,7 @@ class BytesTokenizer:
 
     digest = BYTES
     vocab_size = 256
+    unknown = None
     special = SpecialTokens(end_of_text=0, mask=4, all_ids=(0, 4))
 
     def encode(self, text: str) -> list[int]:
@@ -82,13 +93,17 @@ class BytesTokenizer:
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
         for text in texts:
-            found = next((number for number in self.special.all_ids if chr(number) in text), None)
-            if found is not None:
+            place = max(text.find(chr(number)) for number in self.special.all_ids)
+            if place >= 0:
                 raise SettingsError(
-                    f"--tokenizer bytes: expected text without the bytes 0 and 4, which are special, found "
-                    f"{found} in {text[:40]!r}; use another tokenizer, or leave that file out"
+                    "expected text without the bytes 0 and 4, which are special to --tokenizer bytes, found "
+                    f"{ord(text[place])} in {text[max(0, place - 20) : place + 20]!r}; use another "
+                    "tokenizer, or leave that file out"
                 )
         return [np.frombuffer(text.encode() + b"\0", dtype=np.uint8).astype(dtype) for text in texts]
+
+    def num_unknown(self, text: str, tokens: NDArray[np.unsignedinteger]) -> int:
+        return 0
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if 0 < token < 256).decode(errors="replace")
@@ -112,6 +127,8 @@ class FileTokenizer:
             self._names["eos_token"] = end_of_text
         self.special = self._special(end_of_text)
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        self.unknown, self._knows_bytes = self._unknown()
+        self._covered: dict[str, bool] = {}
         self.digest = digest_of(file)
 
     def encode(self, text: str) -> list[int]:
@@ -120,9 +137,28 @@ class FileTokenizer:
     def encode_documents(
         self, texts: Sequence[str], dtype: np.dtype[np.unsignedinteger]
     ) -> list[NDArray[np.unsignedinteger]]:
-        found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # it raises Exception itself
+            raise SettingsError(
+                f"expected text that the tokenizer {self._file} can encode, found: {error}; use another"
+            ) from None
         end = self.special.end_of_text
         return [np.array([*each.ids, end], dtype=dtype) for each in found]
+
+    def num_unknown(self, text: str, tokens: NDArray[np.unsignedinteger]) -> int:
+        if self.unknown is not None:
+            return int(np.count_nonzero(tokens[:-1] == self.unknown))
+        if self._knows_bytes:
+            return 0
+        return sum(number for each, number in Counter(text).items() if not self._covers(each))
+
+    def _covers(self, character: str) -> bool:
+        if character not in self._covered:
+            normalizer = self._library.normalizer
+            normal = character if normalizer is None else normalizer.normalize_str(character)
+            self._covered[character] = not normal.strip() or bool(self.encode(character))
+        return self._covered[character]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._library.decode([token for token in tokens if token < self.vocab_size]))
@@ -143,8 +179,8 @@ class FileTokenizer:
     def _special(self, end_of_text: str | None) -> SpecialTokens:
         end = self._id("eos_token", _END_NAMES)
         if end is None:
-            missing = end_of_text or self._names.get("eos_token")
-            found = f"no {missing!r} in it" if missing else f"none of {', '.join(_END_NAMES)}"
+            missing = self._names.get("eos_token")
+            found = f"no {missing!r} in it" if missing is not None else f"none of {', '.join(_END_NAMES)}"
             raise SettingsError(
                 f"{self._file}: expected a token that ends a document, found {found}; name it with "
                 "--end-of-text"
@@ -159,6 +195,18 @@ class FileTokenizer:
         return SpecialTokens(
             end_of_text=end, begin=None if begin == end else begin, mask=mask, all_ids=tuple(sorted(ids))
         )
+
+    def _unknown(self) -> tuple[int | None, bool]:
+        """The token that the library puts where it knows none; and, where it has no such token and leaves the
+        text out, whether it knows all bytes."""
+        from tokenizers import pre_tokenizers
+
+        written = self._library.to_str()
+        model = json.loads(written)["model"]
+        name = model.get("unk_token")
+        token = model.get("unk_id") if name is None else self._library.token_to_id(name)
+        vocabulary = self._library.get_vocab().keys()
+        return token, '"ByteLevel"' in written and vocabulary >= set(pre_tokenizers.ByteLevel.alphabet())
 
     def _id(self, role: str, usual: Sequence[str]) -> int | None:
         """The id of a role's token: the one that the tokenizer's files name, else one with a usual name."""
@@ -193,6 +241,11 @@ def _read(file: Path) -> _Library:
 def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     """``bytes``, a tokenizer.json, or a folder that has one."""
     if name == BYTES:
+        if end_of_text is not None:
+            raise SettingsError(
+                f"--end-of-text: expected none with --tokenizer {BYTES}, whose byte 0 ends a document, found "
+                f"{end_of_text!r}; leave it out"
+            )
         return BytesTokenizer()
     path = Path(name)
     file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -242,8 +295,13 @@ def _names_beside(file: Path) -> dict[str, str]:
         path = file.parent / beside
         try:
             content = json.loads(path.read_bytes()) if path.is_file() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"{path}: expected JSON, found: {error}") from None
+        if not isinstance(content, dict):
+            raise SettingsError(
+                f"{path}: expected special tokens by role, as {{...}}, found {type(content).__name__}; mend "
+                "it, or remove it"
+            )
         for role in _ROLES:
             token = content.get(role)
             token = token.get("content") if isinstance(token, dict) else token

@@ -24,6 +24,7 @@ _SPECIAL: Final = {
     "mask_token": "<mask>",
 }
 _NUM_BYTES: Final = 256
+_MOST: Final = 10_000_000  # the library reserves memory for all of them
 
 
 def train_tokenizer(
@@ -39,10 +40,10 @@ def train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     least = _NUM_BYTES + len(_SPECIAL)
-    if vocab_size < least:
+    if not least <= vocab_size <= _MOST:
         raise SettingsError(
-            f"--vocab-size: expected {least} or more ({_NUM_BYTES} bytes and {len(_SPECIAL)} special "
-            f"tokens), found {vocab_size}"
+            f"--vocab-size: expected {least} ({_NUM_BYTES} bytes and {len(_SPECIAL)} special tokens) to "
+            f"{_MOST:,}, found {vocab_size:,}"
         )
     found = find_files(files)
     library = Tokenizer(models.BPE())

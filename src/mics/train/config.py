@@ -131,7 +131,8 @@ class DataSettings:
     weights: tuple[float, ...] = ()
     """Share of the sequences that each folder gives, in any unit; unset takes all of them equally often."""
     verify: bool = False
-    """Read all shards and compare their digests before training. Their sizes are always compared."""
+    """Read all shards and compare their digests before training, also of folders above 250 MB. Sizes are
+    always compared."""
 
     def __post_init__(self) -> None:
         share = self.validation_share

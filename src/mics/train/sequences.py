@@ -258,16 +258,26 @@ def _check_tokens_of_weights(weights: Path, data: TokenData) -> None:
         )
 
 
-def _check_padding(data: TokenData, *, pad_token: int | None) -> None:
-    """Raise if the model would take a token of the text for padding."""
-    if pad_token is None or data.tokenizer_folder is None:
+def _check_padding(data: TokenData, *, pad_token: int | None, objective: Objective) -> None:
+    """Raise if the model would take a token of its sequences for padding.
+
+    It would not learn that token, and RoBERTa would count no position where it stands. Causal models often
+    have the end of text for padding: it counts as a target like any other.
+    """
+    index = data.index
+    if pad_token is None or data.tokenizer_folder is None or not 0 <= pad_token < index.vocab_size:
         return
-    special = data.index.special.all_ids
-    if 0 <= pad_token < data.index.vocab_size and pad_token not in special:
+    special = index.special
+    standing = [special.begin, special.end_of_text, special.mask] if objective == "masked" else []
+    if index.num_unknown:
+        standing.append(tokenizer_of(data).unknown)
+    free = [each for each in special.all_ids if each not in standing]
+    if pad_token not in free:
+        choices = ", ".join(map(str, ("null", *free)))
+        found = "a special token that is in them" if pad_token in special.all_ids else "an ordinary token"
         raise SettingsError(
-            f"data.shards {data.folder}: expected the model's pad_token_id, {pad_token}, to be no text, "
-            "found an ordinary token; set it in config.json to null or to one of the special tokens "
-            f"{', '.join(map(str, special))}"
+            f"data.shards {data.folder}: expected the model's pad_token_id, {pad_token}, to be no token of "
+            f"sequences, found {found}; set it in config.json to one of {choices}"
         )
 
 
@@ -281,7 +291,8 @@ def open_sequences(config: TrainConfig, *, check: bool = True) -> Sequences:
         if check and config.model.weights is not None:
             _check_tokens_of_weights(config.model.weights, folders[0])
         elif check:
-            _check_padding(folders[0], pad_token=shape.pad_token)
+            for each in folders:
+                _check_padding(each, pad_token=shape.pad_token, objective=objective)
         return ShardSequences(
             folders,
             seq_len=shape.seq_len,

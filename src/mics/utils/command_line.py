@@ -46,6 +46,7 @@ def parse_commands(
 def _our_types() -> ConstructorRegistry:
     registry = ConstructorRegistry()
     registry.primitive_rule(_optional)
+    registry.primitive_rule(_several)
     registry.primitive_rule(_token_count)
     return registry
 
@@ -74,6 +75,33 @@ def _optional(info: PrimitiveTypeInfo) -> _Spec:
         instance_from_str=read,
         is_instance=lambda value: value is None or spec.is_instance(value),
         str_from_instance=lambda value: ["unset"] if value is None else spec.str_from_instance(value),
+    )
+
+
+def _several(info: PrimitiveTypeInfo) -> _Spec:
+    """A flag of any number of values has one at least: with none, as ``--data.shards $NOTHING`` in a script,
+    its default would be taken."""
+    if info.type_origin is not tuple or get_args(info.type)[1:] != (Ellipsis,):
+        return None
+    inner = ConstructorRegistry.get_primitive_spec(
+        PrimitiveTypeInfo.make(get_args(info.type)[0], info.markers)
+    )
+    if not isinstance(inner, PrimitiveConstructorSpec) or inner.nargs != 1:
+        return None
+    spec: PrimitiveConstructorSpec[Any] = inner
+
+    def read(words: list[str]) -> tuple[Any, ...]:
+        if not words:
+            raise ValueError("expected at least one value, found none")
+        return tuple(spec.instance_from_str([word]) for word in words)
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"{spec.metavar} [{spec.metavar} ...]",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, tuple) and all(map(spec.is_instance, value)),
+        str_from_instance=lambda value: [word for each in value for word in spec.str_from_instance(each)],
+        choices=spec.choices,
     )
 
 
