@@ -186,7 +186,8 @@ class MicsTrainerMixin(_Base):
     def _shifts_labels(self) -> bool:
         """Whether the loss of a token is that of the next one; of GPT-2 the trainer does not know it."""
         name = type(self._base_model()).__name__
-        return self._loss_shifts_labels or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        known = getattr(self, "_loss_shifts_labels", False)  # to transformers 5
+        return known or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _base_model(self) -> Any:
         model: Any = self.model
