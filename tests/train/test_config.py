@@ -117,7 +117,7 @@ def test_the_learning_rate_follows_the_width_unless_given() -> None:
     assert parse_train_config(["--optimizer.learning-rate", "0.01"]).learning_rate == 0.01
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b"])
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\0b", "x" * 256])
 def test_a_run_cannot_leave_its_folder(name: str) -> None:
     """The run's name is one folder below the output folder."""
     with pytest.raises(SettingsError, match="name"):

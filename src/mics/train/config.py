@@ -4,6 +4,7 @@ The docstrings under the fields are the text of ``mics train --help``. ``setting
 """
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -426,7 +427,9 @@ class TrainConfig:
         enough = self.data.shards or size == 0 or size >= 256
         _require(bool(enough), "model.vocab_size", "at least 256 (the data is bytes)", size)
         _require(
-            self.name not in ("", ".", "..") and "/" not in self.name,
+            self.name not in ("", ".", "..")
+            and not {"/", "\0"} & set(self.name)
+            and len(os.fsencode(self.name)) < 256,
             "name",
             "a plain folder name",
             self.name,
