@@ -115,8 +115,8 @@ def _locked(file: Path, setting: str, config: TrainConfig, *, job: str) -> Itera
             if theirs != job or job == NO_JOB:
                 raise SettingsError(
                     f"{setting}: expected no other run that writes to {file.parent}, found process {process} "
-                    f"on host {host}, or ranks that it started; wait until they end, or give this run another "
-                    f"name: --name {config.name}-2"
+                    f"on host {host}, or ranks that it started; wait until they end, or give this run "
+                    f"another name: --name {config.name}-2"
                 ) from None
         except OSError as error:
             logging.getLogger("mics").warning(
