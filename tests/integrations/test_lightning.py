@@ -218,7 +218,8 @@ class _Finetuning(BackboneFinetuning):
         pass
 
 
-@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), _Finetuning(), ModelPruning("l1_unstructured")]
+@pytest.mark.parametrize(
+    "callback", [StochasticWeightAveraging(0.1), _Finetuning(), ModelPruning("l1_unstructured")]
 )
 def test_callbacks_that_cannot_work_are_refused(callback: Callback) -> None:
     for error in run_expecting_error(2, fit, 2, {}, {"callbacks": [callback]}):
