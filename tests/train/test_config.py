@@ -65,6 +65,8 @@ def test_null_in_the_file_means_unset(tmp_path: Path) -> None:
         ("steps: 3\nname: a\nsteps: 4", r"steps \(line 3\): expected once, found twice; keep one of them"),
         ("- a list", r"the file: expected names with values"),
         ("a: [", r"not valid YAML"),
+        ("a: " + "[" * 3000, r"not valid YAML: maximum recursion depth"),
+        ("steps: " + "9" * 5000, r"not valid YAML: Exceeds the limit"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_the_setting(tmp_path: Path, text: str, message: str) -> None:

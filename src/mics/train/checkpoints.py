@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,7 @@ from mics.checkpoint.opening import find_checkpoint
 from mics.checkpoint.remote import remove
 from mics.checkpoint.storage import Place, read_file, storage_of
 from mics.comm import join_world
+from mics.models.huggingface import FRESH
 from mics.train.config import METRICS_FILE, TrainConfig
 from mics.train.data import Dealing
 from mics.train.folders import NO_JOB
@@ -225,31 +227,34 @@ def _count(value: Any, *, least: int) -> int:
 def check_places(config: TrainConfig) -> None:
     """Raise if the files that a run begins with, or its folder of checkpoints, cannot be read.
 
-    A file of weights that is torn or of another model, a store that is not known or refuses us: the ranks
-    would find out later.
+    A file of weights that is torn, a checkpoint of another model, a store that is not known or refuses us:
+    the ranks would find out later.
     """
     wanted = config.checkpoint.resume
     try:
-        if config.model.weights is not None:
-            _check_weights(config.model.weights, config)
-        if config.checkpoint.interval:
-            latest_in(config.checkpoint_dir)
+        weights, begin = config.model.weights, None
+        if weights is not None:
+            what, mend = "weights of the model that its config.json describes", "download the model again"
+            _check_fits(config, weights, f"--model {weights}", what, f"{mend}, or {FRESH}")
+        if config.checkpoint.interval or wanted == "latest":
+            begin = latest_in(config.checkpoint_dir)
         if wanted not in ("auto", "latest"):
-            find_checkpoint(as_place(wanted, "checkpoint.resume"))
+            begin = find_checkpoint(as_place(wanted, "checkpoint.resume"))
+        if begin is not None and wanted != "auto":
+            with suppress(mics.CheckpointError):  # of one that is torn, which the run passes over
+                mend = "give the model settings that it was saved with, or another --name"
+                _check_fits(config, begin, f"checkpoint.resume {begin}", "a checkpoint of this model", mend)
     except mics.CheckpointError as error:
         raise mics.SettingsError(str(error)) from None
 
 
-def _check_weights(folder: Path, config: TrainConfig) -> None:
+def _check_fits(config: TrainConfig, folder: Place, setting: str, expected: str, mend: str) -> None:
     with torch.device("meta"):
         model = config.model.build().make()
     found = misfits(folder, model.float())
     if found:
         more = f", and {len(found) - 1:,} more" if found[1:] else ""
-        raise mics.SettingsError(
-            f"--model {folder}: expected weights of the model that its config.json describes, found others: "
-            f"{found[0]}{more}; download the model again, or begin with fresh weights: --model.from-scratch"
-        )
+        raise mics.SettingsError(f"{setting}: expected {expected}, found another: {found[0]}{more}; {mend}")
 
 
 def find_candidates(
