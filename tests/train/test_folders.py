@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,36 @@ def test_what_an_agent_still_holds_is_held(tmp_path: Path) -> None:
         agent.communicate()
     with only_run(config, job="b") as locks:
         assert len(locks) == 1
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mics.train.config import TrainConfig
+from mics.train.folders import only_run
+from mics.train.launch import LaunchPlan, _Job
+config, logs = TrainConfig(output_dir=Path(sys.argv[1])), Path(sys.argv[1])
+plan = LaunchPlan(device="cpu", num_nodes=1, ranks_per_node=1, ranks_per_gpu=1)
+with only_run(config, job="a") as locks:
+    job = _Job(config=config, plan=plan, args=[], name="a", locks=locks, console=None)
+    agent = job._start_agent(["sleep", "100"], 0, logs)
+    assert agent.poll() is None
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its agents are asked to end, and what they held is free."""
+    ended = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=100)
+    assert ended.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            with only_run(TrainConfig(output_dir=tmp_path), job="b"):
+                return
+        except SettingsError:
+            time.sleep(0.05)
+    pytest.fail("an agent outlives its launcher")
 
 
 def test_a_file_system_without_locks_is_a_warning(

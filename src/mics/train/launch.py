@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -43,6 +44,7 @@ from mics.train.failures import (
 )
 from mics.train.folders import check_folders, only_run
 from mics.train.model import check_model
+from mics.train.ranks import end_with_parent
 from mics.train.sample import prompt_tokens
 from mics.train.sequences import Sequences, open_sequences
 from mics.train.stopping import LEFT_CODE
@@ -256,7 +258,7 @@ class _Job:
     name: str
     """The same at every attempt: by it the ranks know that they go on."""
     locks: Sequence[int]
-    """Files that agents hold open too: they outlive a launcher that is killed."""
+    """Files that agents hold open too: they outlive a launcher that is killed, a little."""
     console: Console | None
     """The terminal to draw in; None: rank 0 writes where this process does."""
 
@@ -307,6 +309,8 @@ class _Job:
                 env=environ if self.console is None else _seen_environment(self.console, environ),
                 # Out of reach of the terminal's Ctrl-C: we get it, and stop the agents in order.
                 start_new_session=True,
+                # If we are killed, ranks save and leave.
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
                 pass_fds=self.locks,
             )
 
