@@ -173,6 +173,19 @@ def test_another_pipe_that_breaks_is_an_error(
         main(["plan"])
 
 
+def test_an_interrupt_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While a command loads what it needs, which takes seconds."""
+
+    def interrupt(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "plan", Command(summary="", run=interrupt))
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "mics: interrupted\n"
+
+
 def test_a_bad_setting_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings errors never show a traceback."""
     file = tmp_path / "settings.yaml"

@@ -148,6 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             return _run(argv)
+        except KeyboardInterrupt:  # of what does not take it for its own
+            print("mics: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where the error can be caught

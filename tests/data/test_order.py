@@ -68,6 +68,12 @@ def test_a_mixture_is_exact_after_every_block(weights: list[float], seed: int, n
         assert sorted(mine.tolist()) == list(range(len(mine)))
 
 
+def test_weights_whose_sum_is_infinite_are_shares_too() -> None:
+    places = np.arange(50)
+    large, small = (_mixture(30, 30, weights=each).choose(places) for each in ((1e308, 1.5e308), (1, 1.5)))
+    assert all(np.array_equal(*pair) for pair in zip(large, small, strict=True))
+
+
 def test_without_weights_every_sequence_comes_once_an_epoch() -> None:
     """And in another order in the next one."""
     mixture = _mixture(96, 32)

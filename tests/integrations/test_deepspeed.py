@@ -157,6 +157,15 @@ def test_optimizers_decay_as_in_deepspeed(params: dict[str, Any], kind: type, de
     assert made.param_groups[0]["weight_decay"] == decay
 
 
+def adam(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "Adam", "params": params}}
+
+
+def warmup(**params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": "WarmupLR", "params": params}}
+
+
+ODD_BETAS: list[Any] = [3, None, "0.9", [0.9], [1, 2, 3], ["a", "b"], [[0.9], 0.9], {"beta1": 0.9}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (zero(3, offload_param={"device": "cpu"}), r"zero_optimization\.offload_param: expected .*cpu"),
     (
@@ -186,7 +195,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "OneBitAdam"}}, r"optimizer\.type: .* compresses gradients"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, r"max_grad_norm: .*gradient_clipping"),
     ({"optimizer": {"type": "SGD", "params": {"betas": [0, 1]}}}, r"optimizer\.params\.betas: .* of SGD"),
-    ({"optimizer": {"type": "Adam", "params": {"lr": "3e-4"}}}, r"optimizer\.params: expected .* of AdamW"),
+    (adam(lr="3e-4"), r"optimizer\.params\.lr: expected a number, found 3e-4"),
+    (adam(lr=None), r"optimizer\.params\.lr: expected a number, found null"),
+    (adam(eps=True), r"optimizer\.params\.eps: expected a number, found true"),
+    (adam(weight_decay=float("inf")), r"params\.weight_decay: expected a number, found Infinity"),
+    (adam(weight_decay=10**400), r"params\.weight_decay: expected a number, found 1000"),
+    (adam(amsgrad="no"), r"params\.amsgrad: expected true or false, found no"),
+    *(
+        (adam(betas=each), r"params\.betas: expected 2 numbers, found .*write \[0.9, 0.999\]")
+        for each in ODD_BETAS
+    ),
+    (
+        {"optimizer": {"type": "Rprop", "params": {"step_sizes": 3}}},
+        r"step_sizes: expected 2 numbers, found 3",
+    ),
+    ({"optimizer": {"type": "ASGD", "params": {"t0": "1"}}}, r"params\.t0: expected a number, found 1"),
+    (warmup(warmup_min_lr={}), r"scheduler\.params\.warmup_min_lr: expected a number, found {}"),
+    (warmup(warmup_max_lr=["a"]), r"scheduler\.params\.warmup_max_lr: expected a number, found 'a'"),
+    (warmup(warmup_min_lr=[]), r"params\.warmup_min_lr: expected a number, or one for each .* found 0"),
+    (warmup(warmup_num_steps=1.5), r"params\.warmup_num_steps: expected a whole number of steps"),
+    ({"scheduler": {"type": ["WarmupLR"]}}, r"scheduler\.type: expected one of WarmupLR"),
+    ({"communication_data_type": ["fp32"]}, r"communication_data_type: expected one of fp32"),
+    ({"gradient_clipping": 10**400}, r"gradient_clipping: expected a number of at least 0"),
+    ({"fp16": {"initial_scale_power": 10**9}}, r"fp16\.initial_scale_power: expected at most 127"),
+    ({"zero_optimization": {3: 4}}, r"zero_optimization\.3: expected a key of DeepSpeed's config"),
+    (
+        {"checkpoint": {"load_universal": True}},
+        r"checkpoint\.load_universal: .* be off or left out, found true",
+    ),
+    ({"load_universal_checkpoint": True}, r"load_universal_checkpoint: .*load_checkpoint reads what DeepSp"),
     ({"optimizer": {"type": "SGD", "params": {"lr": -1}}}, r"optimizer\.params: .*Invalid learning rate"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, r"scheduler\.params\.total_num_steps: expected .* found none"),
     ({"scheduler": {"type": "OneCycle"}}, r"scheduler\.type: expected one of WarmupLR.*lr_scheduler="),
@@ -205,6 +242,7 @@ def test_what_is_off_is_accepted_and_what_means_nothing_is_told(caplog: pytest.L
         config(
             **zero(2, offload_optimizer={"device": "none"}, overlap_comm=True, reduce_bucket_size=5e8),
             amp={"enabled": False},
+            checkpoint={"load_universal": False, "tag_validation": "Warn"},
             steps_per_print=10,
             zero_allow_untested_optimizer=True,
         ),
@@ -215,6 +253,7 @@ def test_what_is_off_is_accepted_and_what_means_nothing_is_told(caplog: pytest.L
         "zero_optimization.stage",
         "zero_optimization.overlap_comm",
         "zero_optimization.reduce_bucket_size",
+        "checkpoint.tag_validation",
         "steps_per_print",
         "zero_allow_untested_optimizer",
     ]

@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelPruning, StochasticWeightAveraging
 
 import mics
 from mics.integrations.lightning import MicsFabricStrategy, MicsStrategy
@@ -218,7 +218,9 @@ class _Finetuning(BackboneFinetuning):
         pass
 
 
-@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), _Finetuning()])
+@pytest.mark.parametrize(
+    "callback", [StochasticWeightAveraging(0.1), _Finetuning(), ModelPruning("l1_unstructured")]
+)
 def test_callbacks_that_cannot_work_are_refused(callback: Callback) -> None:
     for error in run_expecting_error(2, fit, 2, {}, {"callbacks": [callback]}):
         assert error.is_a("SettingsError") and type(callback).__name__ in error.message

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mics.errors import SettingsError
-from mics.train.config import ModelSettings, TrainConfig
+from mics.train.config import ModelSettings, OptimizerSettings, TrainConfig
 from mics.train.settings_file import parse_train_config
 
 
@@ -65,6 +65,8 @@ def test_null_in_the_file_means_unset(tmp_path: Path) -> None:
         ("steps: 3\nname: a\nsteps: 4", r"steps \(line 3\): expected once, found twice; keep one of them"),
         ("- a list", r"the file: expected names with values"),
         ("a: [", r"not valid YAML"),
+        ("a: " + "[" * 3000, r"not valid YAML: maximum recursion depth"),
+        ("steps: " + "9" * 5000, r"not valid YAML: Exceeds the limit"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_the_setting(tmp_path: Path, text: str, message: str) -> None:
@@ -117,7 +119,42 @@ def test_the_learning_rate_follows_the_width_unless_given() -> None:
     assert parse_train_config(["--optimizer.learning-rate", "0.01"]).learning_rate == 0.01
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b"])
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("seed", 2**64, "at most 18,446,744,073,709,551,615"),
+        ("steps", 0, "at least 1"),
+        ("micro_steps", 10**12, "at most 1,000,000"),
+        ("batch_size", 10**12, "at most 1,000,000"),
+        ("global_batch_tokens", "1e30", "at most 10 B tokens per step"),
+        ("global_batch", 10**12, "at most 156,250,000 sequences of 64"),
+        ("optimizer.learning_rate", ".inf", "at most 1,000"),
+        ("optimizer.learning_rate", 0, "a number above 0"),
+        ("optimizer.max_grad_norm", ".nan", "a number, found nan"),
+        ("optimizer.beta2", 1, "a number below 1"),
+        ("launch.timeout_seconds", 10**15, "at most 100,000,000"),
+        ("launch.ranks_per_node", 10**6, "at most 1,024"),
+        ("launch.hosts", 10**8, "at most 100,000"),
+        ("model.num_layers", 10**9, "at most 10,000"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(
+    tmp_path: Path, setting: str, value: object, expected: str
+) -> None:
+    """Not by a traceback of a rank, or never."""
+    group, _, name = setting.rpartition(".")
+    text = f"{group}: {{{name}: {value}}}" if group else f"{name}: {value}"
+    with pytest.raises(SettingsError, match=rf"{setting}: expected {expected}"):
+        parse_train_config(["--config", _yaml(tmp_path, text)])
+
+
+def test_a_step_of_many_tokens_is_refused_though_each_number_may_be() -> None:
+    with pytest.raises(SettingsError, match=r"batch_size, micro_steps: expected at most 10,000,000,000 tok"):
+        TrainConfig(batch_size=10**6, micro_steps=10**6)
+    assert OptimizerSettings(max_grad_norm=float("inf")).max_grad_norm > 1e308  # no clipping
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\0b", "x" * 256])
 def test_a_run_cannot_leave_its_folder(name: str) -> None:
     """The run's name is one folder below the output folder."""
     with pytest.raises(SettingsError, match="name"):

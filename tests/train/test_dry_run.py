@@ -13,7 +13,10 @@ from mics.cli import main
 from mics.data.documents import DocumentFormat
 from mics.data.preparing import Preparing, prepare
 from mics.data.tokenizer import BytesTokenizer
+from mics.errors import SettingsError
 from mics.train.dry_run import plan_run
+from mics.train.sample import prompt_tokens
+from mics.train.sequences import open_sequences
 from mics.train.settings_file import parse_train_config
 
 
@@ -112,6 +115,10 @@ def test_parts_are_those_of_the_engine(
         ("return (self.head(self.table(tokens)),)", "found tuple; "),
         ("return self.head(self.table(tokens)).view(-1, 256)", r"found \[16, 256\]; "),
         ("return self.head(self.table(labels))", "found NameError: "),
+        (
+            "return self.head(self.table(tokens))[..., :200]",
+            r"the 256 of the data, found \[1, 16, 200",
+        ),
         ("return self.head(self.table(tokens))", ""),
         ("return self.head(self.table(tokens * int(tokens.max() < 256)))", ""),  # not to be had on meta
     ],
@@ -141,6 +148,41 @@ def test_a_model_that_makes_no_logits_of_tokens_is_refused(
     assert re.search(
         f"{module}:Own: expected a forward that takes tokens .*{found}" if found else "^$", error
     )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--report.prompt", "\udcff"], r"report\.prompt: expected text that .*; give another"),
+        (["--output-dir", "/dev/null/x"], r"output_dir: expected a folder that can be written .* Not a dir"),
+        (["--checkpoint.folder", "/dev/null/x"], r"checkpoint\.folder: expected a folder that can be wr"),
+        (["--checkpoint.folder", "memory://x"], r"checkpoint\.folder: expected .* that all ranks share"),
+    ],
+)
+def test_what_the_ranks_would_find_out_is_an_error_here(
+    args: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["train", "--dry-run", "--launch.device", "cpu", *args]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_prompt_of_no_tokens_is_refused_where_a_sample_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some tokenizers make nothing of a space."""
+    config = parse_train_config(["--report.prompt", " "])
+    sequences = open_sequences(config)
+    assert prompt_tokens(config, sequences) == [32]
+    monkeypatch.setattr(type(sequences), "encode", lambda self, text: [])
+    with pytest.raises(SettingsError, match=r"report\.prompt: expected text .* found ' '; give another"):
+        prompt_tokens(config, sequences)
+    assert prompt_tokens(parse_train_config(["--report.sample-tokens", "0"]), sequences) == []
 
 
 def test_under_a_launcher_one_rank_speaks(

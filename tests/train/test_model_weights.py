@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 import mics
 from mics.data.tokenizer import BytesTokenizer
+from mics.errors import SettingsError
 from mics.models.descriptions import describe_model
+from mics.train.checkpoints import check_places
 from mics.train.config import ModelSettings, TrainConfig
 from mics.train.export import _name_end, export_folder
 from mics.train.launch import _free_port
@@ -70,6 +72,7 @@ def test_weights_come_from_a_folder_and_go_to_one(tmp_path: Path, kind: str) -> 
     folder, out = tmp_path / "given", tmp_path / "hf"
     run_ranks(1, _save_plain, str(config_file(tmp_path / "tiny", kind)), str(folder))
     (folder / "tokenizer.json").write_text("{}")
+    check_places(TrainConfig(model=ModelSettings(name=str(folder))))
     found = run_ranks(2, _loaded_and_exported, str(folder), str(out))
     assert found == [(pytest.approx(0.0, abs=1e-6), pytest.approx(0.0, abs=1e-6), 0.0)] * 2
     assert (out / "tokenizer.json").is_file()
@@ -77,6 +80,27 @@ def test_weights_come_from_a_folder_and_go_to_one(tmp_path: Path, kind: str) -> 
     written = json.loads((out / "config.json").read_text())
     assert written["dtype"] == "float32" and written["model_type"] == kind
     assert not list(tmp_path.glob(".hf*"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"num_hidden_layers": 3}, r"layers\.2\..*: expected a parameter of this name, found none, and"),
+        ({"intermediate_size": 64}, r"proj\.weight: expected shape \(64, 32\), found \(48, 32\)"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_ranks_start(
+    tmp_path: Path, changed: dict[str, int], found: str
+) -> None:
+    """Names and shapes are compared without memory, in a dry run too."""
+    file = config_file(tmp_path / "given", "llama")
+    _save_plain(str(file), str(file.parent))
+    described = json.loads(file.read_text())
+    check_places(TrainConfig(model=ModelSettings(name=str(file.parent))))
+    file.write_text(json.dumps({**described, **changed}))
+    describe_model.cache_clear()
+    with pytest.raises(SettingsError, match=found):
+        check_places(TrainConfig(model=ModelSettings(name=str(file.parent))))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import mics
 from mics.checkpoint.folders import steps_in
 from mics.checkpoint.storage import INDEX_NAME
 from mics.errors import CheckpointError, SettingsError
-from mics.train.checkpoints import Checkpoints, find_candidates
-from mics.train.config import CheckpointSettings, TrainConfig
+from mics.train.checkpoints import Checkpoints, check_places, find_candidates
+from mics.train.config import CheckpointSettings, ModelSettings, TrainConfig
 from mics.train.data import Dealing
 from mics.train.launch import _free_port
 from mics.train.ranks import Rank
@@ -83,6 +83,28 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference: Path, tmp
     assert code == 0
     assert f"going on from {copy}/checkpoints/step-4, after step 4" in shown
     assert rows(copy) == rows(reference)
+
+
+@pytest.mark.parametrize("resume", ["latest", "path"])
+def test_a_checkpoint_of_another_model_is_refused_before_ranks_start(
+    reference: Path, tmp_path: Path, resume: str
+) -> None:
+    """By names and shapes. One that is torn is left to the ranks, which pass it over; auto begins anew."""
+    copy = copied(reference, tmp_path, last_step=8)
+    path = str(copy / "checkpoints") if resume == "path" else resume
+    shape = {"num_layers": 2, "hidden_size": 32, "seq_len": 32}
+
+    def check(resume: str, **changed: int) -> None:
+        model = ModelSettings(**{**shape, **changed})
+        given = CheckpointSettings(resume=resume)
+        check_places(TrainConfig(output_dir=tmp_path, model=model, checkpoint=given))
+
+    check(path)
+    check("auto", num_layers=3)
+    with pytest.raises(SettingsError, match=r"checkpoint\.resume .*step-8: .* another: blocks\.2\..* found"):
+        check(path, num_layers=3)
+    os.truncate(copy / "checkpoints" / "step-8" / INDEX_NAME, 100)
+    check(path, num_layers=3)
 
 
 @pytest.mark.full

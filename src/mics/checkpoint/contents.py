@@ -8,7 +8,7 @@ gradients between replicas, and later steps send.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,17 +88,45 @@ def _blocks(span: range, numel: int) -> range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contents:
-    """A model's state dict by kind."""
+class WholeParam:
+    """A parameter of a model that is not sharded."""
 
-    params: list[HeldParam]
+    names: tuple[str, ...]
+    values: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def part(self, name: str, values: Tensor, *, once: bool) -> TensorPart:
+        return TensorPart(
+            name=name, shape=self.shape, span=range(values.numel()), values=values, whole=not once
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """What a model's state dict has of tensors."""
+
+    params: Sequence[HeldParam | WholeParam]
     buffers: dict[str, Tensor]
-    module_state: dict[str, Any]
 
     @property
     def names(self) -> list[str]:
         """Of parameters, also the further names of tied ones, and of buffers."""
         return [name for held in self.params for name in held.names] + list(self.buffers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents(Tensors):
+    """A sharded model's state dict by kind."""
+
+    params: list[HeldParam]
+    module_state: dict[str, Any]
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -110,23 +138,29 @@ def contents_of(model: nn.Module, engine: Engine) -> Contents:
     """Everything that ``model.state_dict()`` names, as it is: hooks may put copies there."""
     units = engine.members.units()
     places = {id(shard): (unit, i) for unit in units for i, shard in enumerate(unit.shards)}
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(_without_wrapper(name))
     state = state_names(model)
-    named = [(_without_wrapper(name), b) for name, b in model.named_buffers(remove_duplicate=False)]
-    buffers = {name: b.detach() for name, b in named if name in state}  # the others are not persistent
-    known = {name for found in names.values() for name in found} | buffers.keys()
+    whole = tensors_of(model, state)
+    buffers, known = whole.buffers, set(whole.names)
     module_state = {
         name: value
         for name, value in state.items()
         if name not in known and (name.endswith(_EXTRA_STATE) or not isinstance(value, Tensor))
     }
-    params = [
-        HeldParam(unit=places[key][0], index=places[key][1], names=tuple(found))
-        for key, found in names.items()
-    ]
+    found = [(*places[id(each.values)], each.names) for each in whole.params]
+    params = [HeldParam(unit=unit, index=index, names=names) for unit, index, names in found]
     return Contents(params=params, buffers=buffers, module_state=module_state)
+
+
+def tensors_of(model: nn.Module, state: Container[str]) -> Tensors:
+    """The parameters of a model, tied ones once, and of its buffers those in its state dict."""
+    params: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        params.setdefault(param, []).append(_without_wrapper(name))
+    named = [(_without_wrapper(name), b) for name, b in model.named_buffers(remove_duplicate=False)]
+    return Tensors(
+        params=[WholeParam(names=tuple(names), values=param) for param, names in params.items()],
+        buffers={name: b.detach() for name, b in named if name in state},
+    )
 
 
 def _without_wrapper(name: str) -> str:

@@ -20,13 +20,13 @@ from typing import Any
 import torch.nn as nn
 
 from mics.checkpoint.boxes import Box
-from mics.checkpoint.contents import Contents
+from mics.checkpoint.contents import Tensors
 from mics.checkpoint.names import model_names
 from mics.checkpoint.records import Index, StoredChunk, StoredTensor
 from mics.errors import CheckpointError
 
 
-def converted(index: Index, model: nn.Module, contents: Contents) -> Index:
+def converted(index: Index, model: nn.Module, contents: Tensors) -> Index:
     """The index with the names of ``model``, where some are not there and transformers know other ones."""
     base = getattr(model, "base_model_prefix", "")
     called = model_names(index, contents.names, base=base)

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from mics.checkpoint.arguments import as_extra_state, as_optimizers, as_place
-from mics.checkpoint.contents import Contents, contents_of, lost_parts
+from mics.checkpoint.contents import Contents, Tensors, contents_of, lost_parts, tensors_of
 from mics.checkpoint.conversions import converted
 from mics.checkpoint.names import is_state, model_names
 from mics.checkpoint.opening import find_checkpoint, open_checkpoint
@@ -78,6 +78,14 @@ def load(
         prepared.tell()
         agreed(prepared.read, explain)
         return agreed(prepared.restore, explain)
+
+
+def misfits(folder: Place, model: nn.Module) -> list[str]:
+    """What of a model that is not sharded, and may be on meta, a checkpoint has not: names and shapes."""
+    tensors = tensors_of(model, model.state_dict())
+    wanted = Wanted(index=converted(open_checkpoint(folder), model, tensors))
+    _want_model(wanted, tensors, strict=True, base=getattr(model, "base_model_prefix", ""))
+    return wanted.problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +179,7 @@ def _prepare(
     )
 
 
-def _want_model(wanted: Wanted, contents: Contents, *, strict: bool, base: str) -> None:
+def _want_model(wanted: Wanted, contents: Tensors, *, strict: bool, base: str) -> None:
     index = wanted.index
     called = model_names(index, contents.names, base=base)
     known = set()

@@ -106,6 +106,8 @@ class Mixture:
 
 def _cumulative(weights: Sequence[float]) -> list[int]:
     """0, the first weight's share of the scale, the first two's, ..., the scale."""
+    _, exponent = math.frexp(max(weights))
+    weights = [math.ldexp(weight, -exponent) for weight in weights]  # exact, and no sum of them is infinite
     total = math.fsum(weights)
     bounds = [round(math.fsum(weights[:number]) / total * _SCALE) for number in range(len(weights) + 1)]
     least = _SCALE * _LEAST_PER_BLOCK // _LARGEST_BLOCK

@@ -28,7 +28,7 @@ WIDTH_NAMES: Final = ("hidden_size", "n_embd", "d_model", "dim")
 LENGTH_NAMES: Final = ("max_position_embeddings", "n_positions", "seq_len", "max_seq_len")
 HEADS_NAMES: Final = ("num_attention_heads", "n_head", "num_heads")
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
-_FRESH: Final = "begin with fresh weights: --model.from-scratch"
+FRESH: Final = "begin with fresh weights: --model.from-scratch"
 _SHOWN: Final = "llama, mistral, qwen2, gpt2, gpt_neox, bert, roberta, ..."
 _AUTO: Final = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 # Their positions begin after that of the padding token, so that many fewer are of use.
@@ -65,7 +65,7 @@ def check_weights(folder: Path) -> None:
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise SettingsError(
             f"--model {folder}: expected weights as safetensors, found pytorch_model.bin; convert them, or "
-            f"{_FRESH}"
+            f"{FRESH}"
         )
     for index in sorted(folder.glob(_WEIGHTS[1])):
         named = _named_files(index)
@@ -74,7 +74,7 @@ def check_weights(folder: Path) -> None:
             raise SettingsError(
                 f"--model {folder}: expected the {len(named)} files that {index.name} names, found "
                 f"{len(named) - len(missing)} of them, {missing[0]} is missing; download the model again, or "
-                f"{_FRESH}"
+                f"{FRESH}"
             )
 
 
@@ -85,7 +85,7 @@ def _named_files(index: Path) -> list[str]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise SettingsError(
             f"--model {index}: expected JSON with a weight_map of tensors to files, found: {error}; download "
-            f"the model again, or {_FRESH}"
+            f"the model again, or {FRESH}"
         ) from None
 
 

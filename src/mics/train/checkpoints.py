@@ -5,31 +5,34 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import mics
 from mics.checkpoint.arguments import as_place
 from mics.checkpoint.folders import latest_in, point_latest, step_name, steps_in
-from mics.checkpoint.opening import find_checkpoint, open_checkpoint
+from mics.checkpoint.loading import misfits
+from mics.checkpoint.opening import find_checkpoint
 from mics.checkpoint.remote import remove
 from mics.checkpoint.storage import Place, read_file, storage_of
 from mics.comm import join_world
+from mics.models.huggingface import FRESH
 from mics.train.config import METRICS_FILE, TrainConfig
 from mics.train.data import Dealing
+from mics.train.folders import NO_JOB
 from mics.train.model import seed_rank
 from mics.train.ranks import Rank
 
 T = TypeVar("T")
 _JOB_FILE: Final = "job"
 _MAX_JOB_NBYTES: Final = 1 << 16
-_NO_JOB: Final = "none"
-"""What torchrun calls a job that was given no --rdzv-id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,18 +227,34 @@ def _count(value: Any, *, least: int) -> int:
 def check_places(config: TrainConfig) -> None:
     """Raise if the files that a run begins with, or its folder of checkpoints, cannot be read.
 
-    A file of weights that is torn, a store that is not known or refuses us: the ranks would find out later.
+    A file of weights that is torn, a checkpoint of another model, a store that is not known or refuses us:
+    the ranks would find out later.
     """
     wanted = config.checkpoint.resume
     try:
-        if config.model.weights is not None:
-            open_checkpoint(config.model.weights)
-        if config.checkpoint.interval:
-            latest_in(config.checkpoint_dir)
+        weights, begin = config.model.weights, None
+        if weights is not None:
+            what, mend = "weights of the model that its config.json describes", "download the model again"
+            _check_fits(config, weights, f"--model {weights}", what, f"{mend}, or {FRESH}")
+        if config.checkpoint.interval or wanted == "latest":
+            begin = latest_in(config.checkpoint_dir)
         if wanted not in ("auto", "latest"):
-            find_checkpoint(as_place(wanted, "checkpoint.resume"))
+            begin = find_checkpoint(as_place(wanted, "checkpoint.resume"))
+        if begin is not None and wanted != "auto":
+            with suppress(mics.CheckpointError):  # of one that is torn, which the run passes over
+                mend = "give the model settings that it was saved with, or another --name"
+                _check_fits(config, begin, f"checkpoint.resume {begin}", "a checkpoint of this model", mend)
     except mics.CheckpointError as error:
         raise mics.SettingsError(str(error)) from None
+
+
+def _check_fits(config: TrainConfig, folder: Place, setting: str, expected: str, mend: str) -> None:
+    with torch.device("meta"):
+        model = config.model.build().make()
+    found = misfits(folder, model.float())
+    if found:
+        more = f", and {len(found) - 1:,} more" if found[1:] else ""
+        raise mics.SettingsError(f"{setting}: expected {expected}, found another: {found[0]}{more}; {mend}")
 
 
 def find_candidates(
@@ -283,8 +302,8 @@ def _same_job(folder: Place, *, restarted: bool, environ: Mapping[str, str]) -> 
     torchrun counts restarts after failures, but not those for nodes that joined or left: there the job's name
     tells. Without a name the count has to do.
     """
-    job = environ.get("TORCHELASTIC_RUN_ID", _NO_JOB)
-    if job == _NO_JOB:
+    job = environ.get("TORCHELASTIC_RUN_ID", NO_JOB)
+    if job == NO_JOB:
         return restarted
     file = folder / _JOB_FILE
     return file.is_file() and read_file(file, most=_MAX_JOB_NBYTES).decode(errors="replace").strip() == job
@@ -292,7 +311,7 @@ def _same_job(folder: Place, *, restarted: bool, environ: Mapping[str, str]) -> 
 
 def _note_job(config: TrainConfig, environ: Mapping[str, str]) -> None:
     if config.checkpoint.interval:
-        folder, job = config.checkpoint_dir, environ.get("TORCHELASTIC_RUN_ID", _NO_JOB)
+        folder, job = config.checkpoint_dir, environ.get("TORCHELASTIC_RUN_ID", NO_JOB)
         if isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
         storage_of(folder).write(folder / _JOB_FILE, f"{job}\n".encode())

@@ -4,6 +4,7 @@ The docstrings under the fields are the text of ``mics train --help``. ``setting
 """
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -18,7 +19,8 @@ from mics.layout.compression import Compression, Hop2
 from mics.models import GPTConfig
 from mics.models.descriptions import ModelDescription, describe_model, describe_size
 from mics.models.huggingface import check_weights, refuse_kind
-from mics.utils.global_batch import AskedBatch
+from mics.utils.bounds import Bounds, check_bounds
+from mics.utils.global_batch import MAX_TOKENS, AskedBatch
 from mics.utils.numbers import TokenCount
 
 METRICS_FILE: Final = "metrics.jsonl"
@@ -28,6 +30,10 @@ _MASKED_SHARE: Final = 0.2
 """Learning rate times width. BERT has 0.08, and RoBERTa 0.46 with batches of 8,000 sequences: with 0.5 the
 loss of a small RoBERTa jumps near the peak, and gradient norms reach 26."""
 _OF_SIZES: Final = ("num_layers", "num_heads", "hidden_size", "vocab_size", "dropout")
+
+_FROM_0: Final = Bounds(least=0, most=10**9)
+_FROM_1: Final = Bounds(least=1, most=10**9)
+_SECONDS: Final = Bounds(least=1, most=10**8)
 
 
 def _require(condition: bool, key: str, expected: str, found: object) -> None:
@@ -46,20 +52,21 @@ class ModelSettings:
     """What to predict: the next token, or masked ones; auto: what the model is for."""
     from_scratch: bool = False
     """Begin with fresh weights, also where the model's folder has some."""
-    num_layers: int | None = None
+    num_layers: Annotated[int | None, Bounds(least=1, most=10**4)] = None
     """Transformer layers; unset takes the named size's."""
-    num_heads: int | None = None
+    num_heads: Annotated[int | None, Bounds(least=1, most=10**6)] = None
     """Attention heads; unset takes the named size's."""
-    hidden_size: int | None = None
+    hidden_size: Annotated[int | None, Bounds(least=1, most=10**6)] = None
     """Hidden size (embedding width), a multiple of twice the heads; unset takes the named size's."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Bounds(least=1, most=10**8)] = None
     """Vocabulary size, at least that of the data (256 for bytes); unset takes the named size's."""
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, Bounds(least=1, most=10**8)] = None
     """Tokens per sequence; unset takes the model's."""
     dropout: float | None = None
     """Dropout probability, in [0, 1); unset takes the named size's."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "model.")
         found = self.build()
         if found.objective is None:
             raise refuse_kind(found.title)
@@ -98,7 +105,6 @@ class ModelSettings:
                 )
         if self.seq_len is None:
             return found
-        _require(self.seq_len >= 1, "model.seq_len", "at least 1", self.seq_len)
         _require(
             not 0 < found.seq_len < self.seq_len,
             "model.seq_len",
@@ -172,45 +178,35 @@ class DataSettings:
 class OptimizerSettings:
     """AdamW, with linear warm-up and cosine decay of the learning rate."""
 
-    learning_rate: float | None = None
+    learning_rate: Annotated[float | None, Bounds(above=0, most=1000)] = None
     """Peak learning rate, after the warm-up; unset is 0.5 / hidden size, since wider models need less, and
     0.2 / hidden size of a masked language model."""
-    final_share: float = 0.1
+    final_share: Annotated[float, Bounds(least=0, most=1)] = 0.1
     """Final learning rate as a fraction of the peak."""
-    warmup_steps: int = 15
+    warmup_steps: Annotated[int, _FROM_0] = 15
     """Linear warm-up steps."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Bounds(least=0, below=1)] = 0.9
     """AdamW beta1."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Bounds(least=0, below=1)] = 0.95
     """AdamW beta2."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Bounds(least=0, most=1000)] = 0.1
     """AdamW weight decay, of matrices only; norms are not decayed."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Bounds(above=0)] = 1.0
     """Gradient clipping: maximum global norm."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """On NaN or infinite gradients: end the run, skip the step, or step anyway."""
-    max_skipped: int = 10
+    max_skipped: Annotated[int, _FROM_0] = 10
     """With nonfinite=skip: consecutive skipped steps after which the run ends anyway."""
 
     def __post_init__(self) -> None:
-        _require(self.max_skipped >= 0, "optimizer.max_skipped", "0 or more", self.max_skipped)
-        for name in ("learning_rate", "max_grad_norm"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"optimizer.{name}", "a number above 0", value)
-        for name in ("warmup_steps", "weight_decay"):
-            _require(getattr(self, name) >= 0, f"optimizer.{name}", "0 or more", getattr(self, name))
-        for name in ("beta1", "beta2"):
-            _require(
-                0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name)
-            )
-        _require(0 <= self.final_share <= 1, "optimizer.final_share", "a number in [0, 1]", self.final_share)
+        check_bounds(self, "optimizer.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSettings:
     """How the model is sharded over the ranks."""
 
-    partition_size: int | None = None
+    partition_size: Annotated[int | None, _FROM_1] = None
     """Ranks that one copy of the parameters is sharded over; unset takes the smallest that leaves half of the
     GPU's memory to activations (without a GPU: one node)."""
     optimizer_sharding: Literal["auto", "world", "partition"] = "world"
@@ -233,7 +229,7 @@ class ShardingSettings:
     cluster.yaml that mics calibrate left beside the settings come first; unset: what the device suggests."""
     units: Literal["blocks", "parts"] = "blocks"
     """What is unsharded as a whole: blocks, or parts of them (attention, MLP), which takes less memory."""
-    prefetch: int | None = None
+    prefetch: Annotated[int | None, _FROM_0] = None
     """Units to unshard ahead of their use; unset: as many as hide the all-gathers and fit into memory."""
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Dtype of parameters and activations; auto is bf16 on GPUs and fp32 on CPUs. Master weights are fp32.
@@ -247,10 +243,7 @@ class ShardingSettings:
     of blocks to the CPU."""
 
     def __post_init__(self) -> None:
-        size = self.partition_size
-        _require(size is None or size >= 1, "sharding.partition_size", "at least 1", size)
-        ahead = self.prefetch
-        _require(ahead is None or ahead >= 0, "sharding.prefetch", "0 or more", ahead)
+        check_bounds(self, "sharding.")
         one_format = self.hop2 is None or self.replica_reduce_dtype == "fp32"
         expected = f"fp32 with hop2={self.hop2}, which is the format of the same gradients"
         _require(one_format, "sharding.replica_reduce_dtype", expected, self.replica_reduce_dtype)
@@ -276,33 +269,30 @@ class ReportSettings:
     logger: Annotated[Literal["none", "tensorboard", "wandb"], tyro.conf.arg(aliases=["--logger"])] = "none"
     """Where measurements go besides metrics.jsonl: TensorBoard events in <output-dir>/<name>/tensorboard, or
     Weights & Biases."""
-    profile: Annotated[int, tyro.conf.arg(aliases=["--profile"])] = 0
+    profile: Annotated[int, tyro.conf.arg(aliases=["--profile"]), Bounds(least=0, most=10**6)] = 0
     """Optimizer steps to profile after the first two (mics.profile): a table, and a timeline and a trace in
     <output-dir>/<name>/profile; 0 for none."""
-    exposure_interval: int = 1000
+    exposure_interval: Annotated[int, _FROM_0] = 1000
     """Steps between measurements of exposed communication, each over two steps; 0 for none."""
-    interval: int = 5
+    interval: Annotated[int, _FROM_1] = 5
     """Steps between measurements, whose loss and speeds are means over these steps. Nothing synchronizes with
     the GPU between them."""
-    eval_interval: int = 30
+    eval_interval: Annotated[int, _FROM_0] = 30
     """Steps between validations; 0 validates only at the end."""
-    eval_batches: int = 2
+    eval_batches: Annotated[int, Bounds(least=1, most=10**6)] = 2
     """Batches per rank and validation."""
-    sample_tokens: int = 200
+    sample_tokens: Annotated[int, Bounds(least=0, most=10**6)] = 200
     """Tokens to sample from the trained model; 0 for none."""
     prompt: str = "There was once a "
     """Prompt of the sample."""
-    temperature: float = 0.7
+    temperature: Annotated[float, Bounds(least=0, most=1000)] = 0.7
     """Sampling temperature; 0 is greedy."""
     save_weights: bool = True
     """Write the trained weights: of models of transformers the folder hf, which from_pretrained loads, of
     others model.pt, an ordinary state dict of full tensors."""
 
     def __post_init__(self) -> None:
-        for name in ("interval", "eval_batches"):
-            _require(getattr(self, name) >= 1, f"report.{name}", "at least 1", getattr(self, name))
-        for name in ("profile", "exposure_interval", "eval_interval", "sample_tokens", "temperature"):
-            _require(getattr(self, name) >= 0, f"report.{name}", "0 or more", getattr(self, name))
+        check_bounds(self, "report.")
         _require(bool(self.prompt), "report.prompt", "at least one character", self.prompt)
 
 
@@ -313,9 +303,9 @@ class CheckpointSettings:
     folder: str | None = None
     """Folder of this run's checkpoints: a path that all nodes share, or a URL of an object store, such as
     s3://bucket/run. Unset is <output-dir>/<name>/checkpoints."""
-    interval: int = 100
+    interval: Annotated[int, _FROM_0] = 100
     """Steps between checkpoints; 0 disables them, and with them restarts and the save at SIGTERM."""
-    keep: int = 2
+    keep: Annotated[int, _FROM_1] = 2
     """Number of checkpoints to keep; older ones are removed."""
     asynchronous: bool = True
     """Write in the background: training pauses only while values are copied to host memory."""
@@ -325,9 +315,8 @@ class CheckpointSettings:
     the path or URL of a checkpoint to resume from."""
 
     def __post_init__(self) -> None:
-        _require(self.interval >= 0, "checkpoint.interval", "0 or more", self.interval)
+        check_bounds(self, "checkpoint.")
         _require(self.folder != "", "checkpoint.folder", "a path or a URL", self.folder)
-        _require(self.keep >= 1, "checkpoint.keep", "at least 1", self.keep)
         _require(bool(self.resume), "checkpoint.resume", "auto, latest or a path", self.resume)
 
 
@@ -339,39 +328,27 @@ class LaunchSettings:
     """Print units, layout, memory per rank and bytes per step, and leave. Nothing is started."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
-    hosts: Annotated[int | None, tyro.conf.arg(aliases=["--nodes"])] = None
+    hosts: Annotated[int | None, tyro.conf.arg(aliases=["--nodes"]), Bounds(least=1, most=100_000)] = None
     """Hosts to train on, of which this one is the first: prints the torchrun command to run on the others."""
-    simulated_nodes: int | None = None
+    simulated_nodes: Annotated[int | None, Bounds(least=1, most=1024)] = None
     """Nodes to simulate on this machine; unset is 1 on a machine with several GPUs, else 2."""
-    ranks_per_node: int | None = None
+    ranks_per_node: Annotated[int | None, Bounds(least=1, most=1024)] = None
     """Ranks per node; unset is one per GPU with several GPUs, else 2. With --nodes: one per GPU, or one."""
-    ranks_per_gpu: int | None = None
+    ranks_per_gpu: Annotated[int | None, Bounds(least=1, most=1024)] = None
     """Ranks per GPU; unset is as few as possible."""
-    timeout_seconds: int = 300
+    timeout_seconds: Annotated[int, _SECONDS] = 300
     """Timeout of collectives in seconds."""
-    max_restarts: int | None = None
+    max_restarts: Annotated[int | None, _FROM_0] = None
     """Restarts of all ranks after failures; unset is 3 with checkpoints, else 0."""
     address: str | None = None
     """With --nodes: address of this host that the others can reach; unset is that of the default route."""
-    port: int = 29500
+    port: Annotated[int, Bounds(least=1, most=65535)] = 29500
     """With --nodes: port on this host where the hosts meet."""
-    join_seconds: int = 300
+    join_seconds: Annotated[int, _SECONDS] = 300
     """With --nodes: how long to wait for the other hosts, at the start and after one was lost."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.port < 1 << 16, "launch.port", "a port from 1 to 65535", self.port)
-        restarts = self.max_restarts
-        _require(restarts is None or restarts >= 0, "launch.max_restarts", "0 or more", restarts)
-        for name in (
-            "hosts",
-            "simulated_nodes",
-            "ranks_per_node",
-            "ranks_per_gpu",
-            "timeout_seconds",
-            "join_seconds",
-        ):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"launch.{name}", "at least 1", value)
+        check_bounds(self, "launch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,18 +367,18 @@ class TrainConfig:
     a checkpoint of it. Checkpoints are not replaced: they move aside."""
     output_dir: Path = Path("runs")
     """Folder for the results: they go to <output-dir>/<name>."""
-    steps: int = 120
+    steps: Annotated[int, _FROM_1] = 120
     """Optimizer steps."""
-    micro_steps: int | None = None
+    micro_steps: Annotated[int | None, Bounds(least=1, most=10**6)] = None
     """Gradient accumulation steps; unset is 2, or as many as the global batch needs."""
-    batch_size: int = 4
+    batch_size: Annotated[int, Bounds(least=1, most=10**6)] = 4
     """Sequences per rank and micro-step."""
     global_batch: int | None = None
     """Sequences per optimizer step, over all ranks, instead of micro_steps."""
     global_batch_tokens: TokenCount | None = None
     """Tokens per optimizer step, over all ranks (1M, 4e6, 4_000_000), instead of micro_steps: rounded to a
     whole number of gradient accumulation steps."""
-    seed: int = 0
+    seed: Annotated[int, Bounds(least=0, most=2**64 - 1)] = 0
     """Random seed of weights, batches and sample."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -412,22 +389,28 @@ class TrainConfig:
     launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(
-            self.micro_steps is None or self.micro_steps >= 1, "micro_steps", "at least 1", self.micro_steps
-        )
+        check_bounds(self)
         if self.batch.given and self.micro_steps is not None:
             raise SettingsError(
                 "micro_steps, global_batch: expected one of them, found both; leave micro_steps out, it "
                 "follows from the global batch"
             )
-        _require(self.seed >= 0, "seed", "0 or more", self.seed)
-        size = self.model.build().vocab_size
+        model = self.model.build()
+        self.batch.check_size(model.seq_len)
+        tokens = self.batch_size * (self.micro_steps or 1) * model.seq_len
+        _require(
+            tokens <= MAX_TOKENS,
+            "batch_size, micro_steps",
+            f"at most {MAX_TOKENS:,} tokens of a rank per step",
+            tokens,
+        )
+        size = model.vocab_size
         enough = self.data.shards or size == 0 or size >= 256
         _require(bool(enough), "model.vocab_size", "at least 256 (the data is bytes)", size)
         _require(
-            self.name not in ("", ".", "..") and "/" not in self.name,
+            self.name not in ("", ".", "..")
+            and not {"/", "\0"} & set(self.name)
+            and len(os.fsencode(self.name)) < 256,
             "name",
             "a plain folder name",
             self.name,

@@ -23,14 +23,12 @@ from mics.cost.shapes import ModelShape
 from mics.cost.step_bytes import step_bytes
 from mics.errors import SettingsError
 from mics.layout.assign import assign_sites
-from mics.train.checkpoints import check_places
 from mics.train.cluster_beside import cluster_beside
 from mics.train.config import TrainConfig
 from mics.train.data import Dealing
 from mics.train.hosts import plan_hosts
-from mics.train.launch import LaunchPlan, plan_launch
-from mics.train.model import check_model
-from mics.train.sequences import NO_VALIDATION, open_sequences
+from mics.train.launch import LaunchPlan, check_plan, plan_launch
+from mics.train.sequences import NO_VALIDATION
 from mics.train.sharding import block_parts
 from mics.utils.global_batch import GlobalBatch
 from mics.utils.numbers import count, memory, plural, volume, whole
@@ -61,10 +59,7 @@ class DryRun:
 def dry_run(config: TrainConfig, console: Console) -> int:
     """Print what a run would be. 0: nothing speaks against it; 1: it would not fit into memory."""
     found = plan_run(config)
-    sequences = open_sequences(config)  # what is wrong with the data is an error here too
-    sequences.check_validation(found.dealing.batch_size * found.launch.num_ranks)
-    check_model(config.model.build())
-    check_places(config)
+    sequences = check_plan(config, found.launch, write=False)  # what is wrong is an error here too
     for line in _heading(found):
         console.print(line, highlight=False, markup=False)
     if not sequences.has_validation:

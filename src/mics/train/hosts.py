@@ -28,6 +28,7 @@ from torch.distributed.run import parse_args, run
 from mics.errors import SettingsError
 from mics.train.addresses import reachable_address
 from mics.train.config import TrainConfig
+from mics.train.folders import only_run
 from mics.train.launch import LaunchPlan, check_plan, say
 from mics.train.stopping import LEFT_CODE
 
@@ -99,6 +100,13 @@ def launch_hosts(config: TrainConfig, args: Sequence[str]) -> int:
     check_plan(config, plan)
     address, job = _own_address(config), f"{config.name}-{uuid4().hex[:8]}"
     _require_free(address, config.launch.port)
+    with only_run(config, job=job):
+        return _launch_first(config, plan, args, address=address, job=job)
+
+
+def _launch_first(
+    config: TrainConfig, plan: LaunchPlan, args: Sequence[str], *, address: str, job: str
+) -> int:
     others = other_hosts_command(config, plan, args, address=address, job=job)
     which = "the other host" if plan.num_nodes == 2 else f"each of the other {plan.num_nodes - 1} hosts"
     print(f"Run this on {which}, in a folder with the same files:\n\n    {others}\n", flush=True)

@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import FrameType
 from typing import Final, Literal
 from uuid import uuid4
@@ -42,8 +42,11 @@ from mics.train.failures import (
     is_told,
     report_failure,
 )
+from mics.train.folders import check_folders, only_run
 from mics.train.model import check_model
-from mics.train.sequences import open_sequences
+from mics.train.ranks import end_with_parent
+from mics.train.sample import prompt_tokens
+from mics.train.sequences import Sequences, open_sequences
 from mics.train.stopping import LEFT_CODE
 from mics.train.watch import Nobody, TerminalWatch, Watching
 from mics.utils.progress import is_live
@@ -156,20 +159,29 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
     """
     plan = plan_launch(config.launch, num_gpus=torch.cuda.device_count())
     check_plan(config, plan)
+    job = uuid4().hex
+    with only_run(config, job=job) as locks:
+        return _launch_only(config, plan, args, job=job, locks=locks)
+
+
+def _launch_only(
+    config: TrainConfig, plan: LaunchPlan, args: Sequence[str], *, job: str, locks: Sequence[int]
+) -> int:
     log_dir = config.run_dir / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
     is_seen = config.report.progress == "auto" and is_live(sys.stdout)
-    job = _Job(
+    attempts = _Job(
         config=config,
         plan=plan,
         args=[*args, "--report.progress=none"] if is_seen else args,
-        name=uuid4().hex,
+        name=job,
+        locks=locks,
         console=Console(highlight=False, emoji=False) if is_seen else None,
     )
     if not is_seen and config.report.progress != "none":
         print(f"starting {plan.num_ranks} ranks", flush=True)
     for restart in count():
-        ending = job.run(log_dir if restart == 0 else log_dir / f"restart-{restart}")
+        ending = attempts.run(log_dir if restart == 0 else log_dir / f"restart-{restart}")
         if ending.signum is not None:
             say(f"interrupted; all ranks have been stopped{_saved(config)}")
             return 128 + ending.signum
@@ -245,6 +257,8 @@ class _Job:
     args: Sequence[str]
     name: str
     """The same at every attempt: by it the ranks know that they go on."""
+    locks: Sequence[int]
+    """Files that agents hold open too: they outlive a launcher that is killed, a little."""
     console: Console | None
     """The terminal to draw in; None: rank 0 writes where this process does."""
 
@@ -295,28 +309,29 @@ class _Job:
                 env=environ if self.console is None else _seen_environment(self.console, environ),
                 # Out of reach of the terminal's Ctrl-C: we get it, and stop the agents in order.
                 start_new_session=True,
+                # If we are killed, ranks save and leave.
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
+                pass_fds=self.locks,
             )
 
 
-def check_plan(config: TrainConfig, plan: LaunchPlan) -> None:
-    """What the ranks would find out: one line now is better than their failure later."""
-    open_sequences(config).check_validation(config.batch_size * plan.num_ranks)
-    check_model(config.model.build())
+def check_plan(config: TrainConfig, plan: LaunchPlan, *, write: bool = True) -> Sequences:
+    """What the ranks would find out: one line now is better than their failure later.
+
+    Returns where the run's sequences come from. A dry run does not ``write``.
+    """
+    sequences = open_sequences(config)
+    sequences.check_validation(config.batch_size * plan.num_ranks)
+    prompt_tokens(config, sequences)
+    check_model(config)
     check_places(config)
     size = config.sharding.partition_size
     if size is not None and plan.num_ranks % size:
         raise SettingsError(
             f"sharding.partition_size: expected a divisor of the {plan.num_ranks} ranks, found {size}"
         )
-    try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=config.run_dir):
-            pass
-    except OSError as error:
-        raise SettingsError(
-            f"output_dir: expected a folder that can be written to, found {config.run_dir}: {error.strerror}"
-            "; give another, or the right to write there"
-        ) from None
+    check_folders(config, write=write)
+    return sequences
 
 
 def _wait(

@@ -27,6 +27,7 @@ from mics.train.data import Batches, Dealing
 from mics.train.display import Display, RankConsole, Show
 from mics.train.export import export_folder
 from mics.train.exposure import ExposureMeter
+from mics.train.folders import only_run_of_ranks
 from mics.train.hardware import calibrated_tflops, peak_tflops
 from mics.train.learning_rate import learning_rate_share
 from mics.train.metrics import Meter, Speedometer, mean_over_ranks, sent_bytes
@@ -35,6 +36,7 @@ from mics.train.nonfinite import NonfinitePolicy
 from mics.train.objective import LanguageModelling
 from mics.train.ranks import Rank, joined
 from mics.train.results import History, show_results, write_results
+from mics.train.sample import prompt_tokens
 from mics.train.sequences import NO_VALIDATION, TensorPair, open_together
 from mics.train.setup import Setup, describe_run
 from mics.train.sharding import PrefetchNews, describe_choices
@@ -47,7 +49,7 @@ def run_rank(config: TrainConfig) -> int:
 
     Returns the exit code: 0, or that of a run that was asked to leave, and saved.
     """
-    with joined(config.launch) as me, _stopping(config, me) as stop:
+    with joined(config.launch) as me, only_run_of_ranks(config, me), _stopping(config, me) as stop:
         console = RankConsole(quiet=me.rank != 0)
         with console.showing_log():
             beside = use_cluster_beside(config, join_world(), me.device)
@@ -97,6 +99,7 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
     """Build everything, and take it to where the run goes on."""
     shape = config.model.build()
     sequences = open_together(config, me)
+    prompt_tokens(config, sequences)  # what is wrong with the prompt is an error now, not when all is trained
     built = build_model(config, rank=me.rank)
     model = built.model
     optimizer = _build_optimizer(model, config, decayed=built.matrices)
@@ -321,12 +324,13 @@ def _sample(run: _Run) -> str:
     they all arrive at the same text.
     """
     report = run.config.report
-    if report.sample_tokens == 0 or run.objective.objective == "masked":
+    prompt = prompt_tokens(run.config, run.batches.sequences)
+    if not prompt:
         return ""
     run.model.eval()
     tokens = sample_tokens(
         run.objective.logits,
-        torch.tensor([run.batches.sequences.encode(report.prompt)], dtype=torch.int64, device=run.me.device),
+        torch.tensor([prompt], dtype=torch.int64, device=run.me.device),
         report.sample_tokens,
         seq_len=run.config.model.build().seq_len,
         temperature=report.temperature,

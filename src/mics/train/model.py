@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mics.cost.modules import shape_of_module
+from mics.data.index import read_index
+from mics.data.tokenizer import BytesTokenizer
 from mics.errors import SettingsError
 from mics.models.descriptions import ModelDescription
 from mics.train.config import TrainConfig
@@ -31,14 +33,17 @@ class BuiltModel:
     """Of a forward and a backward."""
 
 
-def check_model(described: ModelDescription) -> None:
+def check_model(config: TrainConfig) -> None:
     """Raise if a model of the user's own does not make logits of tokens, tried without memory.
 
     An error about the meta device, or of a kernel that is for GPUs alone, says nothing about the model.
     """
+    described = config.model.build()
     if described.source != "function":
         return
     assert described.objective is not None, "settings refuse such a model"
+    shards = config.data.shards
+    vocabulary = read_index(shards[0]).vocab_size if shards else BytesTokenizer.vocab_size
     with torch.device("meta"), torch.no_grad():
         model = described.make().eval()
         tokens = torch.zeros(1, described.seq_len, dtype=torch.int64, device="meta")
@@ -49,18 +54,21 @@ def check_model(described: ModelDescription) -> None:
                 return
             found = f"{type(error).__name__}: {' '.join(str(error).split())}"
         else:
-            if _are_logits(logits, tokens):
+            if _are_logits(logits, tokens, vocabulary):
                 return
             found = str(list(logits.shape)) if isinstance(logits, Tensor) else type(logits).__name__
     raise SettingsError(
         f"--model {described.title}: expected a forward that takes tokens {list(tokens.shape)} (int64) and "
-        f"returns logits [1, {described.seq_len}, vocabulary], or an object with .logits, found {found}; "
-        "change the model's forward"
+        f"returns logits [1, {described.seq_len}, vocabulary], or an object with .logits, with the "
+        f"vocabulary at least the {vocabulary:,} of the data, found {found}; change the model's "
+        "forward"
     )
 
 
-def _are_logits(logits: object, tokens: Tensor) -> bool:
-    return isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == tokens.shape
+def _are_logits(logits: object, tokens: Tensor, vocabulary: int) -> bool:
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        return False
+    return logits.shape[:2] == tokens.shape and logits.shape[2] >= vocabulary
 
 
 def build_model(config: TrainConfig, *, rank: int) -> BuiltModel:
@@ -69,7 +77,7 @@ def build_model(config: TrainConfig, *, rank: int) -> BuiltModel:
     # rank ever holds the whole. The seed makes those values the same in every run, whatever its ranks.
     torch.manual_seed(config.seed)
     described = config.model.build()
-    check_model(described)
+    check_model(config)
     with torch.device("meta"):
         model = described.make()
     if described.source == "config":

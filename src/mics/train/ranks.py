@@ -22,6 +22,7 @@ from mics.train.addresses import set_gloo_interface
 from mics.train.config import LaunchSettings
 
 _PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,14 @@ def die_with_launcher(environ: Mapping[str, str]) -> None:
 
     A rank that outlives its agent holds its GPU and its port, and nobody would ever end it.
     """
-    if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        end_with_parent(signal.SIGKILL)
+
+
+def end_with_parent(signum: int) -> None:
+    """Have the kernel send this process a signal when the one that started it is gone."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def _store_of_attempt(environ: Mapping[str, str], timeout: timedelta) -> dict[str, Any]:

@@ -34,10 +34,10 @@ def load_settings(cls: type[Settings], file: Path) -> Settings:
         return settings_from_mapping(cls, {} if content is None else content)
     except OSError as error:
         raise SettingsError(f"--config {file}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {file}: not valid YAML: {' '.join(str(error).split())}") from None
     except SettingsError as error:
         raise SettingsError(f"--config {file}: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a number or a nesting without end
+        raise SettingsError(f"--config {file}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 class _EachOnce(yaml.SafeLoader):

@@ -19,12 +19,13 @@ from mics.config import OptimizerState
 from mics.errors import SettingsError
 from mics.integrations.deepspeed.keys import IGNORED, REFUSED
 from mics.integrations.deepspeed.loss_scale import LossScaling
-from mics.integrations.deepspeed.schedules import SCHEDULES
+from mics.integrations.deepspeed.schedules import SCHEDULES, is_number
 from mics.layout.compression import Compression
 from mics.layout.precision import Precision
 
 _LOG: Final = logging.getLogger("mics")
 _MISSING: Final = object()
+_MAX_SCALE_POWER: Final = 127
 _DTYPES: Final = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -114,6 +115,7 @@ def read_config(config: str | Path | Mapping[str, Any], *, world_size: int) -> D
     precision, scaling, casts = _precision(reader)
     clipping = reader.number("gradient_clipping", 0.0)
     drop_last = reader.flag("dataloader_drop_last")
+    reader.section("checkpoint").finish()
     if reader.take("gradient_allreduce_op", "mean") != "mean":
         raise reader.error("gradient_allreduce_op", '"mean"', "mics averages gradients over ranks")
     optimizer = _optimizer(reader)
@@ -250,7 +252,7 @@ def _precision(reader: _Section) -> tuple[Precision, LossScaling | None, bool]:
     static = fp16.number("loss_scale", 0.0)
     scaling = LossScaling(
         static=static,
-        initial_power=fp16.whole("initial_scale_power", 16, least=0),
+        initial_power=fp16.whole("initial_scale_power", 16, least=0, most=_MAX_SCALE_POWER),
         window=fp16.whole("loss_scale_window", 1000, least=1),
         hysteresis=fp16.whole("hysteresis", 2, least=1),
         consecutive_hysteresis=fp16.flag("consecutive_hysteresis"),
@@ -261,7 +263,7 @@ def _precision(reader: _Section) -> tuple[Precision, LossScaling | None, bool]:
     if accumulated not in (None, "fp32"):
         types.ignore("grad_accum_dtype", "gradients are always accumulated in float32")
     travels = reader.take("communication_data_type", None)
-    if travels is not None and travels not in _DTYPES:
+    if travels is not None and (not isinstance(travels, str) or travels not in _DTYPES):
         raise reader.error("communication_data_type", f"one of {', '.join(_DTYPES)}", found=travels)
     for section in (fp16, bf16, types):
         section.finish()
@@ -290,7 +292,7 @@ def _optimizer(reader: _Section) -> tuple[type[Optimizer], dict[str, Any]] | Non
         made, arguments = _adam(params, decoupled=kind == "adamw")
     elif kind in _TORCH_OPTIMIZERS:
         made = _TORCH_OPTIMIZERS[kind]
-        arguments = params.arguments_of(made, made.__name__)
+        arguments = _like_defaults(params, made)
     else:
         known = ["Adam", "AdamW", *(each.__name__ for each in _TORCH_OPTIMIZERS.values())]
         raise section.error("type", f"one of {', '.join(known)}", found=name)
@@ -299,7 +301,7 @@ def _optimizer(reader: _Section) -> tuple[type[Optimizer], dict[str, Any]] | Non
             [torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)], **arguments
         )  # what torch refuses, before a model is sharded
     except (TypeError, ValueError) as error:
-        raise section.error("params", f"settings of {made.__name__}", str(error)) from None
+        raise section.error("params", f"settings of {made.__name__}", " ".join(str(error).split())) from None
     return made, arguments
 
 
@@ -312,8 +314,27 @@ def _adam(params: _Section, *, decoupled: bool) -> tuple[type[Optimizer], dict[s
     if not params.flag("bias_correction", default=True):
         raise params.error("bias_correction", "true", "torch's Adam always corrects", found=False)
     kind: type[Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
-    given = params.arguments_of(kind, kind.__name__)
+    given = _like_defaults(params, kind)
     return kind, given if is_torch else {"weight_decay": 0.0, **given}
+
+
+def _like_defaults(params: _Section, kind: type[Optimizer]) -> dict[str, Any]:
+    """What is left, as arguments of an optimizer: each is what the default of torch is."""
+    given = params.arguments_of(kind, kind.__name__)
+    for key, value in given.items():
+        default = inspect.signature(kind).parameters[key].default
+        if default is None or isinstance(default, bool):
+            if not isinstance(value, bool) and value is not default:
+                raise params.error(key, "true or false")
+        elif isinstance(default, tuple):
+            if not (
+                isinstance(value, list | tuple) and len(value) == len(default) and all(map(is_number, value))
+            ):
+                raise params.error(key, f"{len(default)} numbers", f"write {json.dumps(default)}")
+            given[key] = tuple(value)
+        elif not is_number(value):
+            raise params.error(key, "a number")
+    return given
 
 
 def _scheduler(reader: _Section) -> tuple[type[LRScheduler], dict[str, Any]] | None:
@@ -324,7 +345,7 @@ def _scheduler(reader: _Section) -> tuple[type[LRScheduler], dict[str, Any]] | N
     section.finish()
     if name is None:
         return None
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise section.error(
             "type",
             f"one of {', '.join(SCHEDULES)}",
@@ -336,6 +357,9 @@ def _scheduler(reader: _Section) -> tuple[type[LRScheduler], dict[str, Any]] | N
     for key, wanted in inspect.signature(SCHEDULES[name]).parameters.items():
         if wanted.default is wanted.empty and key not in ("optimizer", *arguments):
             raise params.error(key, f"a value, which {name} needs", found="none")
+    num_groups = max([1, *(len(value) for value in arguments.values() if isinstance(value, list | tuple))])
+    groups = [{"params": torch.zeros(1, dtype=torch.float32, device="cpu")} for _ in range(num_groups)]
+    SCHEDULES[name](torch.optim.SGD(groups), **arguments)  # what it refuses, before a model is sharded
     return SCHEDULES[name], arguments
 
 
@@ -371,11 +395,13 @@ class _Section:
 
     def number(self, key: str, default: float) -> float:
         found = self.take(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 0:
+        if not is_number(found) or found < 0:
             raise self.error(key, "a number of at least 0", found=found)
         return float(found)
 
-    def whole(self, key: str, default: int | None, *, least: int | None = None) -> Any:
+    def whole(
+        self, key: str, default: int | None, *, least: int | None = None, most: int | None = None
+    ) -> Any:
         found = self.take(key, default)
         if found is default:
             return found
@@ -384,6 +410,8 @@ class _Section:
         if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
             expected = "a whole number" if least is None else f"a whole number of at least {least}"
             raise self.error(key, expected, found=found)
+        if most is not None and found > most:
+            raise self.error(key, f"at most {most}", found=found)
         return found
 
     def arguments_of(self, kind: type, name: str) -> dict[str, Any]:
@@ -393,8 +421,6 @@ class _Section:
         for key in left:
             if key not in known:
                 raise self.error(key, f"a setting of {name} ({', '.join(known)})", found="another")
-        if "betas" in left:
-            left["betas"] = tuple(left["betas"])
         return left
 
     def ignore(self, key: str, reason: str) -> None:
@@ -412,7 +438,7 @@ class _Section:
                 if not _is_off(key, value):
                     raise self.error(key, "it to be off or left out", REFUSED[full], found=value)
             else:
-                near = difflib.get_close_matches(key, [*self._known(), *self.taken], 1)
+                near = difflib.get_close_matches(str(key), [*self._known(), *self.taken], 1)
                 hint = f"did you mean {near[0]!r}?" if near else "leave it out"
                 raise self.error(
                     key, "a key of DeepSpeed's config", hint, found="one that mics does not know"

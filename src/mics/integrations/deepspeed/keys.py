@@ -22,8 +22,10 @@ IGNORED: Final = {
     "csv_monitor": "log from the training loop",
     "aio": "nothing is offloaded to disks",
     "nebula": "mics.save saves in the background",
-    "checkpoint": "checkpoints of mics load on any number of ranks",
-    "load_universal_checkpoint": "checkpoints of mics load on any number of ranks",
+    "checkpoint.tag_validation": "rank 0 names a checkpoint for all ranks",
+    "checkpoint.use_node_local_storage": "each rank writes its own part of a checkpoint",
+    "checkpoint.parallel_write": "each rank writes its own part of a checkpoint",
+    "checkpoint.writer": "mics.save writes its own files",
     "activation_checkpointing": "it configures deepspeed.checkpointing; use mics.Activations or torch's own",
     "zero_allow_untested_optimizer": "mics refuses optimizers that it cannot shard, and takes the others",
     "zero_force_ds_cpu_optimizer": "optimizers are those of torch",
@@ -98,7 +100,10 @@ IGNORED: Final = {
 """Keys that change nothing here, and why."""
 
 _NO_OFFLOAD: Final = "parameters stay on the device; shard over more ranks"
+_UNIVERSAL: Final = "load_checkpoint reads what DeepSpeed has saved itself, on any number of ranks"
 REFUSED: Final = {
+    "checkpoint.load_universal": _UNIVERSAL,
+    "load_universal_checkpoint": _UNIVERSAL,
     "amp": "apex is not used; write bf16 or fp16",
     "torch_autocast": "write bf16 or fp16, or put torch.autocast around the forward",
     "sparse_attention": "use torch's attention",

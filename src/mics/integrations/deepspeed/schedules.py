@@ -7,6 +7,7 @@ is how DeepSpeed counts, so a run that moves here keeps its rates.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -110,8 +111,8 @@ class WarmupCosineLR(Schedule):
         warmup_type: Warmup = "log",
     ) -> None:
         self.total_num_steps = _count(total_num_steps, "total_num_steps")
-        self.first_share = float(warmup_min_ratio)
-        self.last_share = float(cos_min_ratio)
+        self.first_share = _number(warmup_min_ratio, "warmup_min_ratio")
+        self.last_share = _number(cos_min_ratio, "cos_min_ratio")
         self.rise = _Rise(warmup_num_steps, warmup_type)
         super().__init__(optimizer)
 
@@ -146,13 +147,26 @@ class _Rise:
 
 def _per_group(value: float | Sequence[float], num_groups: int, name: str) -> list[float]:
     if not isinstance(value, Sequence):
-        return [float(value)] * num_groups
+        return [_number(value, name)] * num_groups
     if len(value) != num_groups:
         raise SettingsError(
             f"scheduler.params.{name}: expected a number, or one for each of {num_groups} parameter groups, "
             f"found {len(value)}; write one number"
         )
-    return [float(each) for each in value]
+    return [_number(each, name) for each in value]
+
+
+def is_number(value: Any) -> bool:
+    """A finite one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _number(value: float, name: str) -> float:
+    if not is_number(value):
+        raise SettingsError(f"scheduler.params.{name}: expected a number, found {value!r:.60}; write one")
+    return float(value)
 
 
 def _count(value: int, name: str) -> int:

@@ -11,7 +11,12 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as PrecisionPlugin
 from lightning.pytorch.strategies import DDPStrategy
@@ -230,6 +235,11 @@ def _refuse_callbacks(trainer: Trainer) -> None:
             raise SettingsError(
                 f"callbacks: expected none that copies the whole model, found {type(callback).__name__}; "
                 "average in a callback of your own, on pieces of parameters"
+            )
+        if isinstance(callback, ModelPruning):
+            raise SettingsError(
+                "callbacks: expected none that ranks the elements of whole parameters, found "
+                f"{type(callback).__name__}; prune the model before or after the training"
             )
         if isinstance(callback, BaseFinetuning):
             raise SettingsError(
