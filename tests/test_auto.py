@@ -161,6 +161,16 @@ def test_a_ragged_group_falls_back_and_says_why_once() -> None:
     assert run_ranks(4, _said, ranks_per_node=3, kwargs={"hierarchical": False}) == [[]] * 4
 
 
+def test_formats_that_change_nothing_are_said_once() -> None:
+    compression = mics.Compression(hop2="int8", inter_gather="int8")
+    first, *others = run_ranks(4, _said, ranks_per_node=4, kwargs={"compression": compression})
+    assert first == [
+        "compression: hop2='int8' changes nothing: there are no replicas",
+        "compression: inter_gather='int8' changes nothing: every partition group is inside one node",
+    ]
+    assert others == [[], [], []]
+
+
 def _stages(cluster: str | None) -> bool:
     if cluster is not None:
         os.environ["MICS_CLUSTER"] = cluster

@@ -387,6 +387,69 @@ def test_an_overflow_leaves_nothing_behind() -> None:
     assert all(run_ranks(4, _overflows))
 
 
+class _Two(nn.Module):
+    """Small gradients beside a large one, which rounding to 8 bits loses without feedback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(256)), nn.Parameter(torch.zeros(256))
+        self.register_buffer("given", torch.full((256,), 0.003))
+        self.given[::64] = 1.0
+
+    def forward(self, uses_b: bool) -> Tensor:
+        return (self.given * self.a).sum() + ((self.given * self.b).sum() if uses_b else 0)
+
+
+def _sometimes_without(how: str) -> list[float]:
+    """How far 100 steps move an element, of which every second has no gradient for one parameter."""
+    model = mics.shard(_Two(), partition_size=1, compression=mics.Compression(hop2="int8"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(100):
+        is_even = step % 2 == 0
+        if how == "frozen":
+            model.b.requires_grad_(is_even)
+        model(is_even if how == "unused" else True).backward()
+        if how == "cleared" and not is_even:
+            model.b.grad = None
+        mics.clip_grad_norm_(model, 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value[1].item() for value in mics.full_state_dict(model, rank0_only=False).values()][:2]
+
+
+@pytest.mark.parametrize("how", ["unused", "frozen", "cleared"])
+def test_what_was_lost_waits_for_a_gradient(how: str) -> None:
+    for a, b in run_ranks(2, _sometimes_without, how):
+        assert a == pytest.approx(-0.3, abs=0.01) and b == pytest.approx(-0.15, abs=0.01)
+
+
+def _left_out(how: str) -> list[float]:
+    """Losses of a run with one step of huge gradients, which a gradient scaler leaves out."""
+    model = mics.shard(_model(), partition_size=1, compression=mics.Compression(hop2="int8"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=how == "on the device")
+    losses = []
+    for step in range(12):
+        x, y = _batch(0, 0, dist.get_rank())
+        loss = (model(x) - y).square().mean()
+        is_huge = step == 4 and how != "never"
+        (loss * 1e12 if is_huge else loss).backward()
+        if how == "on the device":
+            optimizer.found_inf = torch.tensor(float(is_huge))
+        if how == "on the device" or step != 4:
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_nothing_is_kept_of_a_step_that_is_left_out() -> None:
+    expected = run_ranks(2, _left_out, "never")
+    for how in ("on the host", "on the device"):
+        for losses, without in zip(run_ranks(2, _left_out, how), expected, strict=True):
+            assert losses == pytest.approx(without, rel=1e-3)
+
+
 def test_refuses_what_it_does_not_know() -> None:
     for field, found in [("hop2", "int3"), ("inter_gather", "int4"), ("inter_reduce", 8)]:
         with pytest.raises(mics.SettingsError, match=rf"Compression.{field}: expected .* found {found!r}"):

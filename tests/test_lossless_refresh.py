@@ -175,6 +175,19 @@ def _write(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
         assert all(value.isfinite().all() for _, value in mics.iter_full_params(model))
 
 
+def _write_past_us(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """A forward that changes ``weight.data`` a little, on each rank in its own way: nobody is told."""
+
+    def change(module: nn.Module, args: Any) -> None:
+        module.weight.data.mul_(1 + (1 + dist.get_rank()) / 64)  # type: ignore[operator, union-attr]
+
+    if step == 2:
+        model.hooks = [block.down.register_forward_pre_hook(change) for block in model.blocks]
+    if step == 5:
+        for hook in model.hooks:
+            hook.remove()
+
+
 def _evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """The first to look whether moves fitted."""
     optimizer.param_groups[0]["lr"] *= 2
@@ -193,11 +206,18 @@ def test_values_that_leap(happens: Happening) -> None:
         assert all(max(shares) > 1.1 for _, shares in found), "moves that did not fit, and values after them"
 
 
+def test_weights_that_a_forward_changes() -> None:
+    """Where it computes with the memory that moves are of."""
+    found = run_ranks(2, _compare, _write_past_us, kwargs={"partition_size": 1, "audit_interval": 0})
+    _check(found, at_most=1.0)
+
+
 @pytest.mark.parametrize(
     ("happens", "settings"),
     [
         (_nothing, {"accumulation": 2}),
         (_jump, {}),
+        (_write_past_us, {}),
         *(pytest.param(each, {}, marks=pytest.mark.full) for each in (_evaluate, _edit, _write)),
         pytest.param(_nothing, {"dtype": torch.float16, "announced": False}, marks=pytest.mark.full),
         pytest.param(_wander, {"steps": 200}, marks=pytest.mark.long),

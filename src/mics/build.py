@@ -16,6 +16,7 @@ from mics.choices import (
     choose_optimizer_sharding,
     choose_topology,
     replicas_exchange,
+    say_what_is_idle,
     spans_nodes,
     unit_specs,
 )
@@ -60,6 +61,8 @@ def build(
     """Shard ``model`` in place, and attach the engine that trains it."""
     order = {name: index for index, name in enumerate(dict.fromkeys(node_names))}
     topology = choose_topology(settings, [order[name] for name in node_names], talk=world.rank == 0)
+    if world.rank == 0:
+        say_what_is_idle(settings.compression, topology)
     settings = replace(settings, optimizer_sharding=choose_optimizer_sharding(settings, topology))
     world.start_liveness(settings.device)
     counter = TrafficCounter()

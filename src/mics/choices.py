@@ -56,6 +56,21 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
     return topology
 
 
+def say_what_is_idle(compression: Compression, topology: Topology) -> None:
+    """Say which formats were asked for where nothing is sent in them."""
+    asked = {
+        "hop2": topology.num_replicas == 1 and "there are no replicas",
+        "inter_gather": not spans_nodes(topology) and "every partition group is inside one node",
+        "inter_reduce": not spans_nodes(topology) and "every partition group is inside one node",
+    }
+    for name, reason in asked.items():
+        format = getattr(compression, name)
+        message = f"compression: {name}={format!r} changes nothing: {reason}"
+        if reason and format is not None and message not in _said:
+            _said.add(message)
+            _log.warning("%s", message)
+
+
 def _gathered_share(settings: Settings) -> float:
     """What rounding leaves of the largest site's parameters, from node to node."""
     site = max(settings.sites, key=lambda site: _nbytes(site, settings))

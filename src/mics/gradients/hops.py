@@ -304,7 +304,7 @@ def hop_2(gradients: Sequence[UnitGradients]) -> None:
         each.drop_cleared()
     partial_sums = [each for each in gradients if each.state is GradState.PARTIAL]
     for each in partial_sums:
-        each.state = GradState.REDUCED
+        each.state, each.is_taken = GradState.REDUCED, False
     together: dict[tuple[UnitGroups, Codec], list[UnitGradients]] = {}
     for each in partial_sums:
         if each.unit.groups.replication.size > 1:  # else hop 1 was all there is

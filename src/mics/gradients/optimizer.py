@@ -200,13 +200,14 @@ def _show_plain(optimizer: Optimizer, found: dict[Step, list[tuple[Unit, int]]])
     Where state is in host memory, the step is made here, unit by unit: nothing is left to do.
     """
     eight_bit = eight_bit_of(optimizer)
+    left_out = getattr(optimizer, "found_inf", None)  # torch's: of fused optimizers under a gradient scaler
     for step, members in found.items():
         if step.host is not None:
             with step.host.streaming(optimizer, step.in_forward_order(members), members) as stream:
-                step.begin(members)
+                step.begin(members, left_out)
                 step.update(members, stream.update)
             continue
-        step.begin(members)
+        step.begin(members, left_out)
         for unit, index in members:
             for value in _sharded_state(optimizer, unit.shards[index], eight_bit):
                 if isinstance(value, ShardTensor):

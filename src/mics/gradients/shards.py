@@ -40,6 +40,7 @@ class UnitGradients:
         self.divisor: float = unit.groups.divisor  # of the sum over all ranks
         self.used = [False] * len(unit.spec.refs)  # parameters with a gradient on this rank since zero_grad
         self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
+        self.is_taken = False  # an optimizer has been shown what hop 2 brought
         self._memory = memory
         self._errors = errors
         self._shard: Tensor | None = None  # [chunk_numel], made when it is first needed
@@ -103,6 +104,29 @@ class UnitGradients:
         codec = self.unit.spec.hop_2
         return codec if self.errors is None else WithErrors(codec, self.errors)
 
+    def forget_errors(self) -> None:
+        """Start with nothing that rounding has lost."""
+        if self.errors is not None:
+            self.settle()
+            self.errors.zero_()
+
+    def take(self, left_out: Tensor | None) -> None:
+        """An optimizer is shown what hop 2 brought; where ``left_out`` is 1 it will change nothing."""
+        self.is_taken = True
+        if left_out is not None and self.errors is not None:
+            self.settle()
+            self.errors.mul_(1 - left_out.to(self.errors))
+
+    def keep_unused(self, index: int) -> None:
+        """Keep for later steps what hop 2 brought for a parameter that no rank used: what was lost before."""
+        assert self._shard is not None and self.errors is not None
+        self.settle()
+        share, spec = self.unit.share, self.unit.spec
+        view, whole = self._views[index], torch.zeros_like(self._shard)
+        share.views_of(spec, share.own_of(spec, whole))[index].copy_(view)
+        self._piece_of(self.errors).add_(self._piece_of(whole))
+        view.zero_()
+
     # -- values -------------------------------------------------------------------------------------
 
     def add(self, shard: Tensor, total: Tensor, scale: float, state: GradState) -> None:
@@ -157,6 +181,8 @@ class UnitGradients:
                 if shard.grad is None and shard.requires_grad
             ]
         if not shown:
+            if self.state is GradState.REDUCED and not self.is_taken:
+                self.forget_errors()  # of gradients that were left out: they may be huge
             self.state = GradState.EMPTY
             self.used = [False] * len(self.used)
         elif cleared:

@@ -45,8 +45,15 @@ class ShownGradients:
     def forget_errors(self) -> None:
         """Start with nothing that rounding has lost."""
         for each in self.with_errors:
-            each.settle()
-            each.errors.zero_()  # type: ignore[union-attr]
+            each.forget_errors()
+
+    def keep_unused(self, is_used: Callable[[Unit, int], bool]) -> None:
+        """After hop 2: what it brought for parameters without a gradient waits for one."""
+        for each in self.with_errors:
+            if each.state is GradState.REDUCED and each.unit.groups.replication.size > 1:
+                for index in range(len(each.used)):
+                    if not is_used(each.unit, index):
+                        each.keep_unused(index)
 
     # -- the user's -----------------------------------------------------------------------------------
 

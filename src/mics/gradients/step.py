@@ -76,14 +76,20 @@ class Step:
             hops.fresh = False
             hops.num_changes += 1
             self._agreement.exchange(found)
+            if self._shown.with_errors:
+                self._agreement.settle()
+                self._shown.keep_unused(self._agreement.used)
 
     def any_rank_used(self, unit: Unit, index: int) -> bool:
         """Whether a parameter got a gradient anywhere in the world, once synchronized."""
         self._agreement.settle()
         return self._agreement.used(unit, index)
 
-    def begin(self, members: Sequence[tuple[Unit, int]]) -> None:
-        """Show the optimizer plain pieces; no gradients for parameters that no rank used."""
+    def begin(self, members: Sequence[tuple[Unit, int]], left_out: Tensor | None = None) -> None:
+        """Show the optimizer plain pieces; no gradients for parameters that no rank used.
+
+        ``left_out``: 1 on the device where the optimizer will change nothing.
+        """
         if self._progress.suspended:
             raise MicsError(
                 "optimizer.step() inside mics.summon_full_params: expected no step there, found one, whose "
@@ -96,6 +102,9 @@ class Step:
         for unit in units:
             unit.check_intact()
             self._shown.of(unit).drop_cleared()
+            self._shown.of(unit).take(left_out)
+        if self.moved is not None:
+            self.moved.look_at(units)
         self._agreement.settle()
         for unit, index in members:
             self._shown.show_plain(unit, index, is_used=self._agreement.used(unit, index))

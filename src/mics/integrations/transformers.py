@@ -65,6 +65,7 @@ class MicsTrainerMixin(_Base):
         self._is_predicting = False
         self._is_share = False  # the last loss: divided by the items of all ranks
         self._has_samples = True  # of its own, this rank in this batch
+        self._whole: dict[str, Any] | None = None  # the model, while it is saved
         super().__init__(*args, **options)
         self.compute_loss = partial(self._make_loss, self.compute_loss)  # type: ignore[method-assign]
         if hasattr(self, "_dist"):  # a trainer of TRL that generates
@@ -195,11 +196,19 @@ class MicsTrainerMixin(_Base):
 
     # -- checkpoints --------------------------------------------------------------------------------
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model, for ``from_pretrained``; all ranks gather it."""
-        whole = self.accelerator.get_state_dict(self.model) if state_dict is None else state_dict
-        super()._save(output_dir, whole)
+        self._whole = self.accelerator.get_state_dict(self.model)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
         self.accelerator.wait_for_everyone()  # then every rank may read it
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write what ranks have gathered. Before 5.23 the trainer calls this on one of them."""
+        given = self._whole if state_dict is None else state_dict
+        super()._save(output_dir, self.accelerator.get_state_dict(self.model) if given is None else given)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its part of masters and optimizer state."""

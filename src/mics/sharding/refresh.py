@@ -191,6 +191,9 @@ class MovedValues:
         self._sent: dict[int, _Sent] = {}
         self._replaced: list[_Sent] = []  # which a lane may still send
         self._needed = torch.zeros(len(self._rows), 2, dtype=torch.int32, device=device)
+        self._edited = torch.zeros(len(self._rows), dtype=torch.bool, device=device)
+        numels = [unit.own_params.numel() for unit in units if is_moved(unit)]
+        self._numels = torch.tensor(numels, dtype=torch.int32, device=device)
         self._found = self._host = self._needed
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
         self._told: Ticket = DONE
@@ -217,10 +220,22 @@ class MovedValues:
         received = sum(each.memory.numel() for each in self._received)
         return own + received + self._needed.nbytes + self._found.nbytes
 
+    def look_at(self, units: Sequence[Unit]) -> None:
+        """Before the masters of ``units`` change: see whether the values of before are theirs.
+
+        Code of a model's that writes to ``weight.data`` may leave others, which nobody else has.
+        """
+        self._edited.zero_()
+        for unit in self._moved(units):
+            unit.settle_params()
+            copies = self._route.copies(unit).view(self._route.group(unit.groups).size, -1)
+            old, masters = copies[self._route.position(unit)], unit.masters.here()
+            torch.any(old.ne(masters.to(old.dtype)), out=self._edited[self._rows[unit.spec.index]])
+
     def begin(self, units: Sequence[Unit]) -> None:
         """Make the moves of ``units``, and tell the other members what room they need."""
         self.confirm()
-        moved = [unit for unit in units if unit.spec.index in self._rows and self._route.has_old(unit)]
+        moved = self._moved(units)
         if not moved:
             return
         self._needed.zero_()
@@ -231,6 +246,9 @@ class MovedValues:
             sent.moves.encode(sent.wire, unit.own_params, new, self._needed[self._rows[unit.spec.index]])
             unit.own_params.copy_(new)
             self._pending.append(sent)
+        # As many as there are values: then these are sent as they are.
+        num_words = self._needed[:, 1]
+        torch.maximum(num_words, self._edited * self._numels, out=num_words)
         self._replaced = [old for old in self._replaced if old.unit not in moved]
         self._tell(moved[0].groups)
 
@@ -247,6 +265,10 @@ class MovedValues:
                 unit.refresh.confirm = self.confirm
         if moved:
             self._send_moves([self._sent[unit.spec.index] for unit in moved])
+
+    def _moved(self, units: Sequence[Unit]) -> list[Unit]:
+        """Those of which values of before can be moved."""
+        return [unit for unit in units if unit.spec.index in self._rows and self._route.has_old(unit)]
 
     def confirm(self) -> None:
         """Send as they are what did not fit, and make room for what the next step may need."""
