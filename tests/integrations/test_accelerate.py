@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,15 +268,18 @@ def test_model_and_optimizer_prepared_apart() -> None:
     assert first == second and first[2] < first[0]
 
 
-def _announced() -> list[tuple[bool, bool]]:
+def _announced(by_hand: bool) -> list[tuple[bool, bool]]:
+    """``by_hand``: as programs do that know DDP."""
     accelerator = _accelerator(2, 2)
     model, optimizer = accelerator.prepare(model := gpt2(), torch.optim.SGD(model.parameters(), lr=0.1))
     found = []
-    for _ in range(4):
-        with accelerator.accumulate(model):
+    for number in range(4):
+        is_last = number % 2 == 1
+        with (nullcontext if is_last else model.no_sync)() if by_hand else accelerator.accumulate(model):
             progress = engine_of(model).progress
             found.append((progress.more_to_come, progress.announced))
             accelerator.backward(model(**{k: v[None] for k, v in tokens(1)[0].items()}).loss)
+        if is_last:
             optimizer.step()
             optimizer.zero_grad()
     assert (progress.more_to_come, progress.announced) == (False, False)
@@ -282,7 +287,8 @@ def _announced() -> list[tuple[bool, bool]]:
 
 
 def test_the_last_micro_step_is_announced() -> None:
-    assert run_ranks(2, _announced) == [[(True, False), (False, True)] * 2] * 2
+    assert run_ranks(2, _announced, False) == [[(True, False), (False, True)] * 2] * 2
+    assert run_ranks(2, _announced, True) == [[(True, False), (False, False)] * 2] * 2
 
 
 def test_refused() -> None:
@@ -326,8 +332,11 @@ def test_refused() -> None:
     optimizer.zero_grad()
     with pytest.raises(mics.SettingsError, match=r"^SGD: expected an optimizer without state"):
         accelerator.prepare(model, optimizer)
-    with pytest.raises(mics.SettingsError, match=r"^no_sync: expected .* LocalSGD calls it too"):
-        accelerator.prepare(gpt2()).no_sync()  # on one rank LocalSGD itself is off
+    model, optimizer = accelerator.prepare(model := gpt2(), torch.optim.SGD(model.parameters(), lr=0.1))
+    for no_sync in (model.no_sync, partial(accelerator.no_sync, model)):
+        with pytest.raises(mics.SettingsError, match=r"^no_sync: expected SGD.* LocalSGD"), no_sync():
+            optimizer.step()
+    optimizer.step()
 
 
 def test_the_config_has_what_shard_takes() -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -21,6 +22,7 @@ from accelerate.utils import (
 )
 from torch import Tensor
 from torch.optim import Adagrad, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics.api import clip_grad_norm_
@@ -138,7 +140,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model, param_dtype=_DTYPES.get(self.mixed_precision) if self.native_amp else None
         )
         if not hasattr(model, "no_sync"):
-            model.__dict__["no_sync"] = _refuse_no_sync
+            model.__dict__["no_sync"] = partial(_no_sync, model)
         after = dict(model.named_parameters())
         for name in idle:
             after[name].requires_grad_(False)
@@ -179,7 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Run micro-steps that the optimizer does not follow."""
-        with micro_step(model, last=False):
+        with _no_sync(model):
             yield
 
     @contextmanager
@@ -277,11 +279,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
 
 
-def _refuse_no_sync() -> NoReturn:
-    raise SettingsError(
-        "no_sync: expected accelerator.no_sync(model) or accelerator.accumulate(model), found "
-        "model.no_sync(); LocalSGD calls it too: it would average parameters of which ranks have other parts"
-    )
+@contextmanager
+def _no_sync(model: nn.Module) -> Iterator[None]:
+    """DDP's ``no_sync``, where no step may be: with DDP it would be one of this rank alone."""
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        own = {id(param) for param in model.parameters()}
+        if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+            raise SettingsError(
+                f"no_sync: expected {type(optimizer).__name__}.step() after it, found it inside, where "
+                "LocalSGD has it: a rank has a part of the model, so none can step alone; leave LocalSGD out"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        with micro_step(model, last=False):
+            yield
+    finally:
+        handle.remove()
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
