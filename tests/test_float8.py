@@ -50,7 +50,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return nn.functional.mse_loss(self.head(x), target)
+        return nn.functional.mse_loss(self.head(x).to(target), target)  # torch 2.11: of one dtype
 
 
 def build(

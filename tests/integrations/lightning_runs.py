@@ -56,7 +56,7 @@ class Regression(L.LightningModule):
     def loss_of(self, batch: Any) -> Tensor:
         x, target = batch
         self.dtypes.add(self.head.weight.dtype)
-        return F.mse_loss(self(x) * self.scale, target)
+        return F.mse_loss((self(x) * self.scale).to(target), target)  # torch 2.11: of one dtype
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss_of(batch)
