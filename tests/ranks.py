@@ -246,7 +246,8 @@ def _share_gloo_device() -> None:
     device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
     make = gloo.__init__
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
+        assert not any(others.values()), others  # torch 2.15: enable_reconfigure, which nobody asks for
         options = gloo._Options()
         options._devices = [device]
         options._timeout = timeout
