@@ -26,7 +26,8 @@ from transformers import (
     Trainer,
 )
 
-from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
+from mics.integrations.losses import num_items
+from mics.integrations.transformers import MicsConfig, MicsTrainerMixin, _can_be_cut
 from tests.integrations.hugging_face import VOCAB, arguments, fresh_accelerate, gpt2, t5, tokens
 
 _LABELS = 5
@@ -108,6 +109,26 @@ class _CallsHost(Trainer):
         return super().compute_loss(model, inputs, *args, **options)
 
 
+class _ForgetsNumber(Trainer):
+    """Of a user: it does not hand on the number of items."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class _LeavesEarly(Trainer):
+    """Of a user: a share, or nothing where there are no labels."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = outputs.logits.sum() * 0
+        if inputs["labels"].ne(-100).any():
+            loss = _share(outputs, inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
 def _mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
@@ -129,6 +150,8 @@ _TRAINED: dict[str, tuple[Any, dict[str, Any]]] = {
     "own loss": (_tagger, {"kind": _OwnLoss}),
     "own loss of a model that counts": (gpt2, {"kind": _OwnLoss}),
     "calls the host": (_tagger, {"kind": _CallsHost}),
+    "forgets the number": (gpt2, {"kind": _ForgetsNumber}),
+    "leaves early": (_tagger, {"kind": _LeavesEarly}),
     "a function's mean": (_tagger, {"compute_loss_func": _mean}),
     "a function's share": (_tagger, {"compute_loss_func": _share}),
     "compiled": (_tagger, {"torch_compile": True, "torch_compile_backend": "eager"}),
@@ -160,6 +183,33 @@ def test_losses_and_norms_of_one_process(tmp_path: Path) -> None:
         for name, entries in expected.items():
             for ours, theirs in zip(found[name], entries, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5), name
+
+
+def test_what_is_counted() -> None:
+    def count(labels: Any, **options: Any) -> int | None:
+        found = num_items(
+            {"labels": labels},
+            ["labels"],
+            **{"is_shifted": False, "per_row": False, "ignored": -100} | options,
+        )
+        return None if found is None else int(found)
+
+    tokens = torch.tensor([[1, -100, 255], [2, 3, 255]])
+    assert count(tokens) == 5
+    assert count(tokens, is_shifted=True) == 3
+    assert count(tokens, ignored=255) == 3
+    assert count(tokens, per_row=True) == 2
+    assert count(torch.tensor([-100.0, 1.0])) == 2  # targets of a regression
+    assert count([tokens]) is None
+    assert count(torch.tensor(1)) is None
+
+
+def test_inputs_that_can_be_cut() -> None:
+    """An uneven last batch is cut down to a rank's own samples, where every input has a row for each."""
+    rows = torch.zeros(4, 3)
+    assert _can_be_cut({"labels": rows, "names": ["a"] * 4, "scale": torch.tensor(2.0), "flag": True}, 4)
+    for other in ({"text": rows}, ["a"] * 3, torch.zeros(12, 8)):
+        assert not _can_be_cut({"labels": rows, "other": other}, 4)
 
 
 def _mean_score(prediction: Any) -> dict[str, float]:

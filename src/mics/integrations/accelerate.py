@@ -25,7 +25,7 @@ from torch.optim import Adagrad, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics.api import clip_grad_norm_
+from mics.api import clip_grad_norm_, register_forward_method
 from mics.checkpoint import load, save
 from mics.comm import join_world
 from mics.engine import is_sharded
@@ -141,6 +141,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
         if not hasattr(model, "no_sync"):
             model.__dict__["no_sync"] = partial(_no_sync, model)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(
+            model, "generate"
+        ):
+            register_forward_method(model, "generate")  # it calls the encoder past the model's forward
         after = dict(model.named_parameters())
         for name in idle:
             after[name].requires_grad_(False)

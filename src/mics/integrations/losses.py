@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from mics.guard import plainly
@@ -65,6 +66,27 @@ class Loss:
     is_multiplied: bool = False  # by the number of ranks, though it is made without the number
 
 
+@contextmanager
+def _handed_on(trainer: Any, model: nn.Module) -> Iterator[_Note]:
+    """Notes that the model, or the function that makes the loss, is given the number of items."""
+    note, make = _Note(), trainer.compute_loss_func
+
+    def look(module: nn.Module, args: Any, given: Mapping[str, Any]) -> None:
+        note.is_used |= given.get("num_items_in_batch") is not None
+
+    def make_and_look(*args: Any, **given: Any) -> Any:
+        note.is_used |= given.get("num_items_in_batch") is not None
+        return make(*args, **given)
+
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    trainer.compute_loss_func = make_and_look if make is not None else None
+    try:
+        yield note
+    finally:
+        handle.remove()
+        trainer.compute_loss_func = make
+
+
 class LossWatch:
     """Finds out with the first loss of training, and the first of evaluation, how they are made."""
 
@@ -72,8 +94,9 @@ class LossWatch:
         self._has_number: dict[bool, bool] = {}
 
     @contextmanager
-    def making(self, args: Any, number: Any, is_training: bool) -> Iterator[Loss]:
-        """The trainer multiplies by the number of ranks where its ``args`` say so: only with the number."""
+    def making(self, trainer: Any, model: nn.Module, number: Any, is_training: bool) -> Iterator[Loss]:
+        """The trainer multiplies by the number of ranks where its arguments say so: only with the number."""
+        args = trainer.args
         average = args.average_tokens_across_devices
         known = self._has_number.get(is_training)
         if not isinstance(number, Tensor):
@@ -92,12 +115,17 @@ class LossWatch:
         if average:
             args.average_tokens_across_devices = asked
         try:
-            with torch.compiler.set_stance("force_eager"):  # code compiled for it would take no plain number
+            # Code that is compiled for it would take no plain number.
+            with torch.compiler.set_stance("force_eager"), _handed_on(trainer, model) as handed_on:
                 yield loss
         finally:
             args.average_tokens_across_devices = average
-        loss.has_number = self._has_number[is_training] = items.note.is_used
-        loss.is_multiplied = asked.is_used and not loss.has_number
+        used = trainer.accelerator.reduce(
+            torch.tensor(float(items.note.is_used), device=number.device), "sum"
+        )
+        loss.has_number = self._has_number[is_training] = bool(used)  # some rank may have had no labels
+        # Who asked multiplies if it has the number; without, it asked in vain.
+        loss.is_multiplied = asked.is_used and handed_on.is_used and not loss.has_number
 
 
 def num_items(
@@ -114,6 +142,8 @@ def num_items(
         return torch.tensor(len(found), device=found.device)
     if "shift_labels" not in inputs and found.dim() > 1 and is_shifted:
         found = found[..., 1:]
+    if found.is_floating_point():
+        return torch.tensor(found.numel(), device=found.device)
     return (found.ne(IGNORED) & found.ne(ignored)).sum()
 
 

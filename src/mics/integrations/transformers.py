@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -67,7 +67,6 @@ class MicsTrainerMixin(_Base):
         self._has_samples = True  # of its own, this rank in this batch
         self._whole: dict[str, Any] | None = None  # the model, while it is saved
         super().__init__(*args, **options)
-        self.compute_loss = partial(self._make_loss, self.compute_loss)  # type: ignore[method-assign]
         if hasattr(self, "_dist"):  # a trainer of TRL that generates
             from mics.integrations.trl import adopt_generation
 
@@ -84,9 +83,22 @@ class MicsTrainerMixin(_Base):
 
     def training_step(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
         """Run one micro-step, the last one announced as such."""
-        with micro_step(model, last=True) if self.accelerator.sync_gradients else nullcontext():
+        last = micro_step(model, last=True) if self.accelerator.sync_gradients else nullcontext()
+        with last, self._made_losses():
             loss: Tensor = super().training_step(model, *args, **options)
         return loss
+
+    @contextmanager
+    def _made_losses(self) -> Iterator[None]:
+        """Have ``compute_loss`` called by ``_make_loss``, whoever wrote it."""
+        given = self.__dict__.get("compute_loss")
+        self.compute_loss = partial(self._make_loss, self.compute_loss)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.compute_loss
+            if given is not None:
+                self.compute_loss = given  # type: ignore[method-assign]
 
     def _make_loss(
         self,
@@ -97,10 +109,10 @@ class MicsTrainerMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> Any:
-        """Call ``compute_loss``, whoever wrote it: the mean over ranks is the loss of one process."""
+        """Call ``compute_loss``: the mean over ranks is the loss of one process."""
         count = self._num_items(inputs)
         is_training = not self._is_predicting
-        with self._watch.making(self.args, num_items_in_batch, is_training) as made:
+        with self._watch.making(self, model, num_items_in_batch, is_training) as made:
             found = make(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=made.number, **options
             )
@@ -108,8 +120,7 @@ class MicsTrainerMixin(_Base):
         loss, *outputs = found if return_outputs else (found,)
         if made.is_multiplied:
             loss = loss / self.accelerator.num_processes
-        is_own_mean = not made.has_number and getattr(self, "loss_is_scaled_for_ga", None) is not True
-        if is_training and is_own_mean and self.accelerator.num_processes > 1:
+        if is_training and not made.has_number and not self._is_scaled and self.accelerator.num_processes > 1:
             loss = _weighed(loss, self._weight(count, loss.device)[0])
         return (loss, *outputs) if return_outputs else loss
 
@@ -128,26 +139,31 @@ class MicsTrainerMixin(_Base):
             return super(MicsTrainerMixin, self).prediction_step(model, inputs, loss_only, ignore_keys)
 
         num_rows = len(inputs[self.label_names[0]]) if has_labels(inputs, self.label_names) else 0
-        is_filled = self._is_filled(num_rows)
+        is_filled = self._is_filled(num_rows) and _can_be_cut(inputs, num_rows)
         counted, has_samples = inputs, True
         if is_filled:
             first = self.accelerator.process_index * num_rows
             num_own = min(max(self.accelerator.gradient_state.remainder - first, 0), num_rows)
             counted, has_samples = _first_samples(inputs, num_rows, max(num_own, 1)), num_own > 0
-            if not has_samples and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
-                counted |= {name: torch.full_like(counted[name], IGNORED) for name in self.label_names}
+            if not has_samples:  # metrics count tokens, too
+                tokens = [name for name in self.label_names if counted[name].dim() > 1]
+                counted |= {name: torch.full_like(counted[name], self._ignored()) for name in tokens}
         self._is_predicting, self._has_samples, self._is_share = True, has_samples, False
         try:
             count = self._num_items(counted)
-            loss, *outputs = predict(counted, prediction_loss_only or is_filled)
-            if is_filled and not prediction_loss_only:
-                _, *outputs = predict(inputs, False)  # of all samples: ranks gather as many
+            with self._made_losses():
+                loss, *outputs = predict(counted, prediction_loss_only or is_filled)
+                if prediction_loss_only:
+                    outputs = [None] * len(outputs)
+                elif is_filled:
+                    _, *outputs = predict(inputs, False)  # of all samples: ranks gather as many
         finally:
             self._is_predicting, self._has_samples = False, True
         if loss is None or self.accelerator.num_processes == 1:
             return (loss, *outputs)
-        if self._is_share:
-            return (self.accelerator.reduce(loss.float() * has_samples, "mean"), *outputs)
+        if self._is_share or self._is_scaled:
+            own = loss.float() if count is None else _weighed(loss.float(), count.gt(0))
+            return (self.accelerator.reduce(own, "mean"), *outputs)
         weight, is_counted = self._weight(count, loss.device)
         if is_counted:
             loss = self.accelerator.reduce(_weighed(loss.float(), weight), "mean")
@@ -162,15 +178,36 @@ class MicsTrainerMixin(_Base):
         # A row may have several samples. Batches from the first rank are as large as they are.
         return bool(getattr(state.active_dataloader, "total_batch_size", capacity) == capacity)
 
+    @property
+    def _is_scaled(self) -> bool:
+        """The user says that losses are those of the whole step already."""
+        return getattr(self, "loss_is_scaled_for_ga", None) is True  # transformers 5.19
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The number of items of all ranks. One that evaluates nothing of its own has none."""
+        if not self._has_samples:
+            labels = ("labels", "shift_labels")
+            batch_samples = [
+                {name: torch.full_like(value, IGNORED) for name, value in batch.items() if name in labels}
+                for batch in batch_samples
+            ]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _ignored(self) -> int:
+        """The label that the model's loss does not count."""
+        base: Any = self._base_model()
+        if not type(base).__name__.endswith("ForSemanticSegmentation"):
+            return IGNORED
+        return int(getattr(base.config, "semantic_loss_ignore_index", IGNORED))
+
     def _num_items(self, inputs: Any) -> Tensor | None:
         """How many items the loss of this rank is a mean of; None where nobody can tell."""
-        base: Any = self._base_model()
         count = num_items(
             inputs,
             self.label_names,
             is_shifted=self._shifts_labels(),
-            per_row=type(base).__name__.endswith("ForCTC"),
-            ignored=getattr(getattr(base, "config", None), "semantic_loss_ignore_index", IGNORED),
+            per_row=type(self._base_model()).__name__.endswith("ForCTC"),
+            ignored=self._ignored(),
         )
         return count if count is None or self._has_samples else torch.zeros_like(count)
 
@@ -249,9 +286,21 @@ def _weighed(loss: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight > 0, loss * weight, 0.0)  # the mean of nothing is NaN
 
 
+def _can_be_cut(inputs: Mapping[str, Any], num_rows: int) -> bool:
+    """Whether each input is one for all samples, or has a row per sample."""
+    for value in inputs.values():
+        if isinstance(value, Mapping) or (isinstance(value, list | tuple) and len(value) != num_rows):
+            return False
+        if isinstance(value, Tensor) and value.dim() and len(value) not in (1, num_rows):
+            return False
+    return True
+
+
 def _first_samples(inputs: Mapping[str, Any], num_rows: int, num: int) -> dict[str, Any]:
     return {
-        name: value[:num] if isinstance(value, Tensor) and value.shape[:1] == (num_rows,) else value
+        name: value[:num]
+        if isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.shape[:1] == (num_rows,))
+        else value
         for name, value in inputs.items()
     }
 
