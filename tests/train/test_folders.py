@@ -28,15 +28,50 @@ def test_a_second_run_is_refused_until_the_first_ends(shared: str, tmp_path: Pat
     first = TrainConfig(output_dir=tmp_path, checkpoint=folder)
     second = first if shared == "name" else TrainConfig(output_dir=tmp_path / "b", checkpoint=folder)
     for _ in range(2):
-        with only_run(first, job="a"):
+        with only_run(first, job="a b", is_launcher=True):
             for job in ("b", NO_JOB):
                 expected = rf"{shared}: expected no other .* process {os.getpid()} on host .* --name demo-2$"
                 with pytest.raises(SettingsError, match=expected), only_run(second, job=job):
                     pass
-            with only_run(second, job="a") as held:
+            with only_run(second, job="a b") as held:
                 assert not held or shared != "name"
     with only_run(TrainConfig(output_dir=tmp_path, name="other"), job="b"), only_run(first, job=NO_JOB):
         pass
+
+
+def _expect_refused(config: TrainConfig, setting: str, *, job: str) -> None:
+    with pytest.raises(SettingsError, match=f"{setting}: expected no other run"), only_run(config, job=job):
+        pass
+
+
+def test_two_jobs_of_one_name_are_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host. What another host held is free for its job: a file server may not know that it died."""
+    config = TrainConfig(output_dir=tmp_path)
+    with only_run(config, job="nightly"):
+        _expect_refused(config, "name", job="nightly")
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+        with only_run(config, job="nightly") as held:
+            assert not held
+
+
+def test_checkpoints_of_a_run_are_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are in its own folder, and by whatever path they are named."""
+    monkeypatch.chdir(tmp_path)
+    own = TrainConfig(output_dir=Path("runs"), name="x")
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "x", target_is_directory=True)
+    with only_run(own, job="a"):
+        other = TrainConfig(name="y", checkpoint=CheckpointSettings(folder="link/checkpoints"))
+        _expect_refused(other, r"checkpoint\.folder", job="b")
+    with only_run(TrainConfig(checkpoint=CheckpointSettings(folder=".")), job="a") as held:
+        assert len(held) == 2
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"[1]", b"{}"])
+def test_a_lock_that_says_nothing(tmp_path: Path, content: bytes) -> None:
+    config = TrainConfig(output_dir=tmp_path)
+    with only_run(config, job="a"):
+        (config.run_dir / "lock").write_bytes(content)
+        _expect_refused(config, "name", job="b")
 
 
 def test_what_an_agent_still_holds_is_held(tmp_path: Path) -> None:
@@ -51,7 +86,7 @@ def test_what_an_agent_still_holds_is_held(tmp_path: Path) -> None:
         agent.kill()
         agent.communicate()
     with only_run(config, job="b") as locks:
-        assert len(locks) == 1
+        assert len(locks) == 2
 
 
 _KILLED = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 from collections import deque
@@ -134,10 +135,11 @@ def _alone(out: Path, lock: Path) -> Iterator[None]:
                     "now; wait for it, or name another"
                 ) from None
             except OSError as error:  # some file systems of clusters have no locks
-                raise SettingsError(
-                    f"--out {out}: could not be locked: {error.strerror or error}; name a folder on another "
-                    "file system, and copy it"
-                ) from None
+                logging.getLogger("mics").warning(
+                    "%s: cannot be locked (%s): nothing keeps a second mics data from making it too",
+                    out,
+                    error.strerror or error,
+                )
             if os.fstat(held.fileno()).st_nlink == 0:  # its owner has just ended
                 continue
             try:

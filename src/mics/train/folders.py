@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Final
+from typing import Final, NamedTuple
 
 from mics.comm import join_world
 from mics.errors import SettingsError
@@ -61,22 +62,23 @@ def _look(folder: Path) -> None:
 
 
 @contextmanager
-def only_run(config: TrainConfig, *, job: str) -> Iterator[list[int]]:
+def only_run(config: TrainConfig, *, job: str, is_launcher: bool = False) -> Iterator[list[int]]:
     """Refuse a second run in the same folders until this one ends. What a dead process held is free.
 
     The open files hold the locks: a process that goes on without this one is to inherit them. Processes of
-    one ``job`` are one run.
+    one ``job`` that a launcher started are one run.
     """
+    own = _Holder(host=socket.gethostname(), process=os.getpid(), job=job, is_launcher=is_launcher)
     locks = {"name": config.run_dir / _LOCK_FILE}
     place = config.checkpoint_dir
-    if config.checkpoint.interval and isinstance(place, Path) and place.parent != config.run_dir:
-        # Beside the folder, which moves aside.
-        locks["checkpoint.folder"] = place.with_name(f".{place.name}.{_LOCK_FILE}")
+    if config.checkpoint.interval and isinstance(place, Path):
+        folder = place.resolve()  # it moves aside: beside it
+        locks["checkpoint.folder"] = folder.parent / f".{folder.name}.{_LOCK_FILE}"
     with ExitStack() as stack:
         yield [
             number
             for setting, file in locks.items()
-            for number in stack.enter_context(_locked(file, setting, config, job=job))
+            for number in stack.enter_context(_locked(file, setting, config, own))
         ]
 
 
@@ -97,26 +99,53 @@ def only_run_of_ranks(config: TrainConfig, me: Rank) -> Iterator[None]:
         yield
 
 
+class _Holder(NamedTuple):
+    """Who holds a lock."""
+
+    host: str = "?"
+    process: int | str = "?"
+    job: str = "?"
+    is_launcher: bool = False
+
+    @classmethod
+    def read(cls, opened: int) -> _Holder:
+        with suppress(OSError, ValueError, TypeError):
+            return cls(*json.loads(os.read(opened, _MAX_HOLDER_NBYTES)))
+        return cls()
+
+    def write(self, opened: int) -> None:
+        with suppress(OSError):  # of another user, who may let us read it alone
+            os.ftruncate(opened, 0)
+            os.write(opened, json.dumps(self).encode())
+
+    def is_run_of(self, other: _Holder) -> bool:
+        """Whether it is the same run: its launcher; or a host that is gone, which a file server has not seen.
+
+        A job's name alone says little: two jobs may have one.
+        """
+        return self.job == other.job != NO_JOB and (self.is_launcher or self.host != other.host)
+
+
 @contextmanager
-def _locked(file: Path, setting: str, config: TrainConfig, *, job: str) -> Iterator[list[int]]:
+def _locked(file: Path, setting: str, config: TrainConfig, own: _Holder) -> Iterator[list[int]]:
     """The open file, if this process locks it."""
     with ExitStack() as stack:
         held = []
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            opened = _open(file)
             stack.callback(os.close, opened)
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(opened, 0)
-            os.write(opened, f"{socket.gethostname()} {os.getpid()} {job}\n".encode())
+            own.write(opened)
             held.append(opened)
         except BlockingIOError:
-            host, process, theirs = (*os.read(opened, _MAX_HOLDER_NBYTES).decode().split(), *"???")[:3]
-            if theirs != job or job == NO_JOB:
+            holder = _Holder.read(opened)
+            if not holder.is_run_of(own):
                 raise SettingsError(
-                    f"{setting}: expected no other run that writes to {file.parent}, found process {process} "
-                    f"on host {host}, or ranks that it started; wait until they end, or give this run "
-                    f"another name: --name {config.name}-2"
+                    f"{setting}: expected no other run that writes to {file.parent}, found process "
+                    f"{holder.process} on host {holder.host}, or ranks that it started; wait until they end, "
+                    f"or remove {file} if that host is gone, or give this run another name: "
+                    f"--name {config.name}-2"
                 ) from None
         except OSError as error:
             logging.getLogger("mics").warning(
@@ -125,3 +154,10 @@ def _locked(file: Path, setting: str, config: TrainConfig, *, job: str) -> Itera
                 error.strerror,
             )
         yield held
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return os.open(file, os.O_RDONLY)

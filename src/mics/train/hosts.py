@@ -100,7 +100,7 @@ def launch_hosts(config: TrainConfig, args: Sequence[str]) -> int:
     check_plan(config, plan)
     address, job = _own_address(config), f"{config.name}-{uuid4().hex[:8]}"
     _require_free(address, config.launch.port)
-    with only_run(config, job=job):
+    with only_run(config, job=job, is_launcher=True):
         return _launch_first(config, plan, args, address=address, job=job)
 
 

@@ -160,7 +160,7 @@ def launch(config: TrainConfig, args: Sequence[str]) -> int:
     plan = plan_launch(config.launch, num_gpus=torch.cuda.device_count())
     check_plan(config, plan)
     job = uuid4().hex
-    with only_run(config, job=job) as locks:
+    with only_run(config, job=job, is_launcher=True) as locks:
         return _launch_only(config, plan, args, job=job, locks=locks)
 
 
