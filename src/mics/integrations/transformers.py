@@ -224,7 +224,7 @@ class MicsTrainerMixin(_Base):
     def _shifts_labels(self) -> bool:
         """Whether the loss of a token is that of the next one; of GPT-2 the trainer does not know it."""
         name = type(self._base_model()).__name__
-        known = getattr(self, "_loss_shifts_labels", False)  # to transformers 5
+        known = getattr(self, "_loss_shifts_labels", False)  # transformers 5.12
         return known or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _base_model(self) -> Any:
