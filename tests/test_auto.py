@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mics
+from mics import choices
 from mics.cost.auto import (
     batch_nbytes,
     exchange_pays,
@@ -134,6 +135,7 @@ def test_ranks_with_different_batches_look_equally_far() -> None:
 
 def _said(**settings: object) -> list[str]:
     messages: list[str] = []
+    choices._said.clear()  # by an earlier test of this process
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

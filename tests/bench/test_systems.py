@@ -233,8 +233,8 @@ def _train_zeropp(job: Job) -> tuple[list[float], dict[tuple[str, int, str], int
             JOB,
             2,
             {
-                ("gather", 4, "torch.uint8"): 8,
-                ("gather", 2, "torch.uint8"): 4,
+                ("gather", 4, "torch.int8"): 8,
+                ("gather", 2, "torch.int8"): 4,
                 ("exchange", 2, "torch.uint8"): 16,
             },
             id="two nodes",
@@ -243,7 +243,7 @@ def _train_zeropp(job: Job) -> tuple[list[float], dict[tuple[str, int, str], int
         pytest.param(
             LOWERED,
             4,
-            {("gather", 4, "torch.uint8"): 12, ("exchange", 4, "torch.uint8"): 8},
+            {("gather", 4, "torch.int8"): 12, ("exchange", 4, "torch.uint8"): 8},
             id="one node",
             marks=pytest.mark.full,
         ),

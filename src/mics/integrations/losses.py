@@ -120,9 +120,8 @@ class LossWatch:
                 yield loss
         finally:
             args.average_tokens_across_devices = average
-        used = trainer.accelerator.reduce(
-            torch.tensor(float(items.note.is_used), device=number.device), "sum"
-        )
+        is_used = torch.tensor(items.note.is_used, dtype=torch.float32, device=number.device)
+        used = trainer.accelerator.reduce(is_used, "sum")
         loss.has_number = self._has_number[is_training] = bool(used)  # some rank may have had no labels
         # Who asked multiplies if it has the number; without, it asked in vain.
         loss.is_multiplied = asked.is_used and handed_on.is_used and not loss.has_number
@@ -139,11 +138,11 @@ def num_items(
         return None
     found: Tensor = inputs.get("shift_labels", inputs[labels[0]])
     if per_row or len(labels) > 1:  # several of one sample each, as the two ends of an answer
-        return torch.tensor(len(found), device=found.device)
+        return torch.tensor(len(found), dtype=torch.int64, device=found.device)
     if "shift_labels" not in inputs and found.dim() > 1 and is_shifted:
         found = found[..., 1:]
     if found.is_floating_point():
-        return torch.tensor(found.numel(), device=found.device)
+        return torch.tensor(found.numel(), dtype=torch.int64, device=found.device)
     return (found.ne(IGNORED) & found.ne(ignored)).sum()
 
 
