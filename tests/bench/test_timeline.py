@@ -265,11 +265,12 @@ def test_phases_of_every_system(name: str, device: Device, tmp_path: Path) -> No
     for part in (
         f"{name} on 2 x lab (4 GPUs)",
         "2 micro-batches: step ",
-        "micro-batch 2",
         device_name(device).split(" ", 1)[1],
         "backward",
     ):
         assert part.lower() in said.lower(), part
+    # On a busy machine one of them may be too short for its name.
+    assert any(f"micro-batch {number}" in said.lower() for number in (1, 2))
 
 
 _CLUSTER = mics.Cluster(
