@@ -269,8 +269,9 @@ def test_phases_of_every_system(name: str, device: Device, tmp_path: Path) -> No
         "backward",
     ):
         assert part.lower() in said.lower(), part
-    # On a busy machine one of them may be too short for its name.
-    assert any(f"micro-batch {number}" in said.lower() for number in (1, 2))
+    shortest = min(end - start for start, end in timeline.micro_batches())
+    if shortest > 0.2 * timeline.seconds:  # on a busy machine one of them may be too short for its name
+        assert "micro-batch 2" in said.lower()
 
 
 _CLUSTER = mics.Cluster(
