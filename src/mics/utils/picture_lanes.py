@@ -83,7 +83,7 @@ def mark_micro_batches(axes: Axes, spans: Sequence[Interval], *, seconds: float,
             linewidth=1.2,
             clip_on=False,
         )
-        label = f"micro-batch {number}" if shortest > 0.13 else str(number) if shortest > 0.025 else ""
+        label = f"micro-batch {number}" if shortest > 0.16 else str(number) if shortest > 0.04 else ""
         axes.text(
             (start + end) / 2,
             top - 0.1,
