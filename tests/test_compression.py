@@ -400,15 +400,16 @@ class _Two(nn.Module):
         return (self.given * self.a).sum() + ((self.given * self.b).sum() if uses_b else 0)
 
 
-def _sometimes_without(how: str) -> list[float]:
+def _sometimes_without(how: str, **settings: Any) -> list[float]:
     """How far 100 steps move an element, of which every second has no gradient for one parameter."""
-    model = mics.shard(_Two(), partition_size=1, compression=mics.Compression(hop2="int8"))
+    model = mics.shard(_Two(), compression=mics.Compression(hop2="int8"), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step in range(100):
         is_even = step % 2 == 0
         if how == "frozen":
             model.b.requires_grad_(is_even)
-        model(is_even if how == "unused" else True).backward()
+        for _ in mics.microsteps(model, range(2)):
+            (model(is_even if how == "unused" else True) / 2).backward()
         if how == "cleared" and not is_even:
             model.b.grad = None
         mics.clip_grad_norm_(model, 1e9)
@@ -417,9 +418,17 @@ def _sometimes_without(how: str) -> list[float]:
     return [value[1].item() for value in mics.full_state_dict(model, rank0_only=False).values()][:2]
 
 
-@pytest.mark.parametrize("how", ["unused", "frozen", "cleared"])
-def test_what_was_lost_waits_for_a_gradient(how: str) -> None:
-    for a, b in run_ranks(2, _sometimes_without, how):
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("unused", {"partition_size": 2}),
+        ("frozen", {"partition_size": 1}),
+        ("cleared", {"partition_size": 2, "optimizer_sharding": "partition"}),
+        ("unused", {"partition_size": 1, "optimizer_sharding": "partition"}),
+    ],
+)
+def test_what_was_lost_waits_for_a_gradient(how: str, settings: dict[str, Any]) -> None:
+    for a, b in run_ranks(4, _sometimes_without, how, ranks_per_node=2, kwargs=settings):
         assert a == pytest.approx(-0.3, abs=0.01) and b == pytest.approx(-0.15, abs=0.01)
 
 
