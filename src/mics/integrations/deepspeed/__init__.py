@@ -4,7 +4,7 @@ DeepSpeed itself is not imported, and need not be installed.
 """
 
 from mics.integrations.deepspeed.checkpoint import LoadedCheckpoint, load_deepspeed_checkpoint
-from mics.integrations.deepspeed.config import DeepSpeedConfig, Ignored, read_config
+from mics.integrations.deepspeed.config import DeepSpeedConfig, read_config
 from mics.integrations.deepspeed.engine import (
     DeepSpeedEngine,
     add_config_arguments,
@@ -12,6 +12,7 @@ from mics.integrations.deepspeed.engine import (
     initialize,
 )
 from mics.integrations.deepspeed.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from mics.integrations.deepspeed.sections import Ignored
 
 __all__ = [
     "DeepSpeedConfig",

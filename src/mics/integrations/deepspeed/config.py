@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,15 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mics.config import OptimizerState
-from mics.errors import SettingsError
-from mics.integrations.deepspeed.keys import IGNORED, REFUSED
 from mics.integrations.deepspeed.loss_scale import LossScaling
 from mics.integrations.deepspeed.schedules import SCHEDULES, is_number
+from mics.integrations.deepspeed.sections import Ignored, Section, load_config, refuse_auto
 from mics.layout.compression import Compression
 from mics.layout.precision import Precision
 
 _LOG: Final = logging.getLogger("mics")
-_MISSING: Final = object()
 _MAX_SCALE_POWER: Final = 127
 _DTYPES: Final = {
     "fp32": torch.float32,
@@ -57,14 +54,6 @@ _REFUSED_OPTIMIZERS: Final = {
     "muadamw": "it is from another package",
     "musgd": "it is from another package",
 }
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """A key of the config that changes nothing, and why."""
-
-    key: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +97,8 @@ class DeepSpeedConfig:
 
 def read_config(config: str | Path | Mapping[str, Any], *, world_size: int) -> DeepSpeedConfig:
     """Read a config of DeepSpeed, a file or a dict, for ``world_size`` ranks."""
-    reader = _Section("", _load(config), [])
-    _refuse_auto(reader.values, "")
+    reader = Section("", load_config(config), [])
+    refuse_auto(reader.values, "")
     stage, sharding = _zero(reader, world_size)
     train, micro, accumulation = _batch_sizes(reader, world_size)
     precision, scaling, casts = _precision(reader)
@@ -141,7 +130,7 @@ def read_config(config: str | Path | Mapping[str, Any], *, world_size: int) -> D
 # -- sections --------------------------------------------------------------------------------------------
 
 
-def _zero(reader: _Section, world_size: int) -> tuple[int, dict[str, Any]]:
+def _zero(reader: Section, world_size: int) -> tuple[int, dict[str, Any]]:
     zero = reader.section("zero_optimization")
     stage = zero.take("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -174,7 +163,7 @@ def _zero(reader: _Section, world_size: int) -> tuple[int, dict[str, Any]]:
     }
 
 
-def _optimizer_state(zero: _Section) -> OptimizerState:
+def _optimizer_state(zero: Section) -> OptimizerState:
     offload = zero.section("offload_optimizer")
     device = offload.take("device", None)
     if device not in (None, "none", "cpu"):
@@ -184,7 +173,7 @@ def _optimizer_state(zero: _Section) -> OptimizerState:
     return "host" if is_on_host else "device"
 
 
-def _secondary(zero: _Section, size: int, stage: int, world_size: int) -> int:
+def _secondary(zero: Section, size: int, stage: int, world_size: int) -> int:
     """The partition size: ZeRO++ has a second copy of the parameters in groups of so many ranks."""
     key = "zero_hpz_partition_size"
     second = zero.whole(key, 1, least=1)
@@ -199,7 +188,7 @@ def _secondary(zero: _Section, size: int, stage: int, world_size: int) -> int:
     return int(second)
 
 
-def _quantized(zero: _Section, stage: int) -> Compression:
+def _quantized(zero: Section, stage: int) -> Compression:
     """What ZeRO++ rounds. Its formats are its own: here both are int8."""
     weights, gradients = "zero_quantized_weights", "zero_quantized_gradients"
     on = {key: zero.flag(key) for key in (weights, gradients)}
@@ -213,7 +202,7 @@ def _quantized(zero: _Section, stage: int) -> Compression:
     )
 
 
-def _batch_sizes(reader: _Section, world_size: int) -> tuple[int, int, int]:
+def _batch_sizes(reader: Section, world_size: int) -> tuple[int, int, int]:
     """All three from any that are given: train = micro x accumulation x ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     train, micro, accumulation = (reader.whole(key, None, least=1) for key in keys)
@@ -242,7 +231,7 @@ def _batch_sizes(reader: _Section, world_size: int) -> tuple[int, int, int]:
     return train, micro, accumulation
 
 
-def _precision(reader: _Section) -> tuple[Precision, LossScaling | None, bool]:
+def _precision(reader: Section) -> tuple[Precision, LossScaling | None, bool]:
     fp16 = reader.section("fp16")
     bf16 = reader.section("bf16" if "bf16" in reader.values else "bfloat16")
     types = reader.section("data_types")
@@ -272,7 +261,7 @@ def _precision(reader: _Section) -> tuple[Precision, LossScaling | None, bool]:
     return Precision(param_dtype=param, reduce_dtype=reduce), scaling if is_half else None, is_half and casts
 
 
-def _optimizer(reader: _Section) -> tuple[type[Optimizer], dict[str, Any]] | None:
+def _optimizer(reader: Section) -> tuple[type[Optimizer], dict[str, Any]] | None:
     section = reader.section("optimizer")
     if not section.values:
         return None
@@ -305,7 +294,7 @@ def _optimizer(reader: _Section) -> tuple[type[Optimizer], dict[str, Any]] | Non
     return made, arguments
 
 
-def _adam(params: _Section, *, decoupled: bool) -> tuple[type[Optimizer], dict[str, Any]]:
+def _adam(params: Section, *, decoupled: bool) -> tuple[type[Optimizer], dict[str, Any]]:
     """Adam means AdamW unless ``adam_w_mode`` says otherwise; DeepSpeed's own has no decay by default."""
     decoupled = params.flag("adam_w_mode", default=True) or decoupled
     is_torch = params.flag("torch_adam")
@@ -318,7 +307,7 @@ def _adam(params: _Section, *, decoupled: bool) -> tuple[type[Optimizer], dict[s
     return kind, given if is_torch else {"weight_decay": 0.0, **given}
 
 
-def _like_defaults(params: _Section, kind: type[Optimizer]) -> dict[str, Any]:
+def _like_defaults(params: Section, kind: type[Optimizer]) -> dict[str, Any]:
     """What is left, as arguments of an optimizer: each is what the default of torch is."""
     given = params.arguments_of(kind, kind.__name__)
     for key, value in given.items():
@@ -337,7 +326,7 @@ def _like_defaults(params: _Section, kind: type[Optimizer]) -> dict[str, Any]:
     return given
 
 
-def _scheduler(reader: _Section) -> tuple[type[LRScheduler], dict[str, Any]] | None:
+def _scheduler(reader: Section) -> tuple[type[LRScheduler], dict[str, Any]] | None:
     section = reader.section("scheduler")
     if not section.values:
         return None
@@ -361,164 +350,3 @@ def _scheduler(reader: _Section) -> tuple[type[LRScheduler], dict[str, Any]] | N
     groups = [{"params": torch.zeros(1, dtype=torch.float32, device="cpu")} for _ in range(num_groups)]
     SCHEDULES[name](torch.optim.SGD(groups), **arguments)  # what it refuses, before a model is sharded
     return SCHEDULES[name], arguments
-
-
-# -- reading ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Section:
-    """A dict of the config, whose keys are taken one by one. What is left at the end is told or refused."""
-
-    name: str
-    values: dict[str, Any]
-    ignored: list[Ignored]
-    taken: set[str] = field(default_factory=set)
-
-    def section(self, key: str) -> _Section:
-        found = self.take(key, {})
-        if key == "zero_optimization" and isinstance(found, bool):
-            found = {"stage": int(found)}  # as DeepSpeed had it once
-        if found is not None and not isinstance(found, Mapping):
-            raise self.error(key, "a dict", found=found)
-        return _Section(self._full(key), dict(found or {}), self.ignored)
-
-    def take(self, key: str, default: Any) -> Any:
-        self.taken.add(key)
-        return self.values.get(key, default)
-
-    def flag(self, key: str, *, default: bool = False) -> bool:
-        found = self.take(key, default)
-        if not isinstance(found, bool):
-            raise self.error(key, "true or false", found=found)
-        return found
-
-    def number(self, key: str, default: float) -> float:
-        found = self.take(key, default)
-        if not is_number(found) or found < 0:
-            raise self.error(key, "a number of at least 0", found=found)
-        return float(found)
-
-    def whole(
-        self, key: str, default: int | None, *, least: int | None = None, most: int | None = None
-    ) -> Any:
-        found = self.take(key, default)
-        if found is default:
-            return found
-        if isinstance(found, float) and found.is_integer():
-            found = int(found)
-        if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
-            expected = "a whole number" if least is None else f"a whole number of at least {least}"
-            raise self.error(key, expected, found=found)
-        if most is not None and found > most:
-            raise self.error(key, f"at most {most}", found=found)
-        return found
-
-    def arguments_of(self, kind: type, name: str) -> dict[str, Any]:
-        """What is left, as arguments of a torch class."""
-        known = [key for key in inspect.signature(kind).parameters if key not in ("params", "optimizer")]
-        left = {key: value for key, value in self.values.items() if key not in self.taken}
-        for key in left:
-            if key not in known:
-                raise self.error(key, f"a setting of {name} ({', '.join(known)})", found="another")
-        return left
-
-    def ignore(self, key: str, reason: str) -> None:
-        self.ignored.append(Ignored(self._full(key), reason))
-
-    def finish(self) -> None:
-        """Keys that nobody took: those that mean nothing here are told, the others refused."""
-        for key, value in self.values.items():
-            full = self._full(key)
-            if key in self.taken:
-                continue
-            if full in IGNORED:
-                self.ignore(key, IGNORED[full])
-            elif full in REFUSED:
-                if not _is_off(key, value):
-                    raise self.error(key, "it to be off or left out", REFUSED[full], found=value)
-            else:
-                near = difflib.get_close_matches(str(key), [*self._known(), *self.taken], 1)
-                hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-                raise self.error(
-                    key, "a key of DeepSpeed's config", hint, found="one that mics does not know"
-                )
-
-    def error(self, key: str, expected: str, advice: str = "", *, found: Any = _MISSING) -> SettingsError:
-        if found is _MISSING:
-            found = self.values.get(key)
-        shown = found if isinstance(found, str) else json.dumps(found, default=str)
-        return SettingsError(
-            f"{self._full(key)}: expected {expected}, found {shown[:120]}" + (f"; {advice}" if advice else "")
-        )
-
-    def _full(self, key: str) -> str:
-        # bfloat16 is what bf16 was called once.
-        return f"{self.name}.{key}".replace("bfloat16.", "bf16.") if self.name else key
-
-    def _known(self) -> Iterable[str]:
-        prefix = f"{self.name}." if self.name else ""
-        for full in (*IGNORED, *REFUSED):
-            if full.startswith(prefix):
-                yield full.removeprefix(prefix)
-
-
-def _is_off(key: str, value: Any) -> bool:
-    """Whether a setting is there and does nothing."""
-    if isinstance(value, Mapping):
-        if key.startswith("offload"):
-            return value.get("device", "none") in ("none", None)
-        if "enabled" in value:
-            return value["enabled"] is False
-        return not value or (key == "tensor_parallel" and value.get("autotp_size", 0) in (0, 1))
-    return value in (None, False, 0, 1) and value is not True
-
-
-def _load(config: Any) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, str | Path):
-        raise SettingsError(
-            f"config: expected the path of a ds_config.json or a dict, found {type(config).__name__}"
-        )
-    try:
-        found = json.loads(Path(config).read_text(), object_pairs_hook=_unique)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"config: expected a JSON file, found {config}: {error}") from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"config: expected a JSON object in {config}, found {type(found).__name__}")
-    return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
-    return found
-
-
-def _refuse_auto(value: Any, where: str) -> None:
-    """``"auto"`` is Hugging Face's: its Trainer fills it in."""
-    if value == "auto":
-        raise SettingsError(
-            f'{where}: expected a value, found "auto", which the Trainer of Hugging Face fills in; '
-            f"write {_AUTO.get(where, 'the value itself, or leave the key out')}"
-        )
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _refuse_auto(inner, f"{where}.{key}" if where else str(key))
-
-
-_AUTO: Final = {
-    "train_batch_size": "sequences of an optimizer step on all ranks, or leave the key out",
-    "train_micro_batch_size_per_gpu": "sequences of a micro-step on one rank",
-    "gradient_accumulation_steps": "micro-steps of an optimizer step, for example 1",
-    "gradient_clipping": "the greatest norm, for example 1.0",
-    "bf16.enabled": "true or false",
-    "fp16.enabled": "true or false",
-    "optimizer.params.lr": "the learning rate, for example 3e-4",
-    "optimizer.params.betas": "both numbers, for example [0.9, 0.95]",
-    "scheduler.params.total_num_steps": "optimizer steps of the run",
-    "scheduler.params.warmup_num_steps": "optimizer steps of the warmup",
-}
