@@ -110,7 +110,7 @@ class MicsTrainerMixin(_Base):
         **options: Any,
     ) -> Any:
         """Call ``compute_loss``: the mean over ranks is the loss of one process."""
-        count = self._num_items(inputs)
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # labels may be taken out
         is_training = not self._is_predicting
         with self._watch.making(self, model, num_items_in_batch, is_training) as made:
             found = make(
@@ -121,7 +121,7 @@ class MicsTrainerMixin(_Base):
         if made.is_multiplied:
             loss = loss / self.accelerator.num_processes
         if is_training and not made.has_number and not self._is_scaled and self.accelerator.num_processes > 1:
-            loss = _weighed(loss, self._weight(count, loss.device)[0])
+            loss = _weighed(loss, self._weight(self._num_items(given), loss.device)[0])
         return (loss, *outputs) if return_outputs else loss
 
     def prediction_step(
