@@ -1,6 +1,6 @@
-"""What the numbers of settings may be, said where they are declared::
+"""What the numbers of settings may be, said where they are declared.
 
-steps: Annotated[int, Bounds(least=1, most=10**9)] = 120
+For example ``steps: Annotated[int, Bounds(least=1, most=10**9)] = 120``.
 """
 
 from __future__ import annotations
