@@ -37,11 +37,15 @@ def _over(num_nodes: int, on_a_node: int = 8) -> Span:
     return Span(size=num_nodes * on_a_node, num_nodes=num_nodes, on_a_node=on_a_node)
 
 
+def _pays(cluster: mics.Cluster, num_nodes: int, nbytes: int) -> bool:
+    return two_stages_pay(cluster, _over(num_nodes), gathered=nbytes, reduced=2 * nbytes)
+
+
 @pytest.mark.parametrize("num_nodes", [2, 4, 64])
 @pytest.mark.parametrize("nbytes", [_MIB, 400 * _MIB])
 def test_two_stages_pay_on_fast_nodes(num_nodes: int, nbytes: int) -> None:
     """Half of the volume on two nodes; on many, a hop a node instead of a hop a rank."""
-    assert two_stages_pay(_NODE, _over(num_nodes), nbytes)
+    assert _pays(_NODE, num_nodes, nbytes)
 
 
 def test_two_stages_gain_volume_near_two_nodes_and_latency_beyond() -> None:
@@ -63,8 +67,8 @@ def test_two_stages_gain_volume_near_two_nodes_and_latency_beyond() -> None:
 def test_two_stages_do_not_pay_inside_slow_nodes() -> None:
     """Links inside the node that are no faster than the whole node's uplink: the bytes would go twice."""
     slow = replace(_NODE, intra=_NODE.inter)
-    assert not two_stages_pay(slow, _over(2), 400 * _MIB)
-    assert two_stages_pay(slow, _over(64), 64 << 10), "but small units still save hops"
+    assert not _pays(slow, 2, 400 * _MIB)
+    assert _pays(slow, 64, 64 << 10), "but small units still save hops"
 
 
 def test_latency_decides_what_travels_together() -> None:

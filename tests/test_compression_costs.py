@@ -86,10 +86,14 @@ def test_kernels_read_and_write_memory_once() -> None:
 
 def test_fewer_bytes_change_what_is_chosen() -> None:
     """Stages, how far ahead and what stays: where gathers are no longer what takes long."""
-    share = Shares.of(_INT8, param_nbytes=4, wire_nbytes=4).gather
+    shares = Shares.of(_INT8, param_nbytes=4, wire_nbytes=4)
+    share = shares.gather
     assert share == pytest.approx(_INT8_NBYTES / 4)
-    assert two_stages_pay(_ORDINARY, _over(4), 400 * _MIB)
-    assert not two_stages_pay(_ORDINARY, _over(4), 400 * _MIB, share=share)
+    unit = {"gathered": 400 * _MIB, "reduced": 800 * _MIB}
+    assert two_stages_pay(_ORDINARY, _over(4), **unit)
+    assert two_stages_pay(_ORDINARY, _over(4), **unit, shares=shares), "an exchange of 8 ranks a node"
+    frozen = {"gathered": 400 * _MIB, "reduced": 0}
+    assert not two_stages_pay(_ORDINARY, _over(4), **frozen, shares=shares)
     seconds = [
         move_seconds(_NODE, Kind.ALL_GATHER, _over(64), 400 * _MIB, two_stage=True, share=each)
         for each in (1.0, share)

@@ -192,7 +192,7 @@ def _evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
     """The first to look whether moves fitted."""
     optimizer.param_groups[0]["lr"] *= 2
     with torch.inference_mode():
-        model(torch.zeros(1, _DIM, dtype=torch.bfloat16))
+        model(torch.zeros(1, _DIM, dtype=torch.bfloat16, device=next(model.parameters()).device))
 
 
 @pytest.mark.parametrize(

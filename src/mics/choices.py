@@ -48,11 +48,8 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
             "over the network",
             reason,
         )
-    if wanted == "auto" and any(topology.two_stage):
-        largest = max(_nbytes(site, settings) for site in settings.sites)
-        share = _gathered_share(settings)
-        if not two_stages_pay(settings.cluster, _span(topology), largest, share=share):
-            return plan_topology(node_of, partition_groups=groups, hierarchical=False)
+    if wanted == "auto" and any(topology.two_stage) and not _two_stages_pay(settings, _span(topology)):
+        return plan_topology(node_of, partition_groups=groups, hierarchical=False)
     return topology
 
 
@@ -71,11 +68,19 @@ def say_what_is_idle(compression: Compression, topology: Topology) -> None:
             _log.warning("%s", message)
 
 
-def _gathered_share(settings: Settings) -> float:
-    """What rounding leaves of the largest site's parameters, from node to node."""
+def _two_stages_pay(settings: Settings, span: Span) -> bool:
+    """For the site with the most to gather."""
     site = max(settings.sites, key=lambda site: _nbytes(site, settings))
-    nbytes = _nbytes(site, settings)
-    return _nbytes(site, settings, settings.compression) / nbytes if nbytes else 1.0
+    dtypes = [_gathered_dtype(ref, settings) for ref in site.params]
+    param_nbytes = max(dtype.itemsize for dtype in dtypes)
+    wire_nbytes = max(settings.precision.dtype_of_hop_1(dtype).itemsize for dtype in dtypes)
+    return two_stages_pay(
+        settings.cluster,
+        span,
+        gathered=_nbytes(site, settings),
+        reduced=wire_nbytes * _trained_numel(site),
+        shares=Shares.of(settings.compression, param_nbytes=param_nbytes, wire_nbytes=wire_nbytes),
+    )
 
 
 def choose_partition_size(
@@ -328,14 +333,9 @@ def _replica_span(topology: Topology) -> Span:
     return Span.over([topology.node_of[rank] for rank in topology.replication_groups()[0]])
 
 
-def _nbytes(site: Site, settings: Settings, compression: Compression = UNCOMPRESSED) -> int:
-    """Of a site's gathered parameters, or of what ``compression`` makes of them from node to node."""
-    found = 0.0
-    for ref in site.params:
-        dtype = _gathered_dtype(ref, settings)
-        rounded = compression if dtype.is_floating_point and dtype.itemsize > 1 else UNCOMPRESSED
-        found += ref.param.numel() * rounded.inter_gather_nbytes(dtype.itemsize)
-    return int(found)
+def _nbytes(site: Site, settings: Settings) -> int:
+    """Of a site's gathered parameters."""
+    return sum(ref.param.numel() * _gathered_dtype(ref, settings).itemsize for ref in site.params)
 
 
 def _gathered_dtype(ref: ParamRef, settings: Settings) -> torch.dtype:

@@ -12,7 +12,7 @@ from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, Span, cost
 from mics.cost.compute import UPDATE_NBYTES
 from mics.cost.memory import MASTER_NBYTES
-from mics.cost.stages import hop_2_stages, move_stages
+from mics.cost.stages import WHOLE, Shares, hop_2_stages, move_stages
 from mics.layout.compression import UNCOMPRESSED, Compression
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
@@ -33,14 +33,21 @@ def move_seconds(
     return sum(stage.seconds for stage in stages)
 
 
-def two_stages_pay(cluster: Cluster, span: Span, nbytes: int, *, share: float = 1.0) -> bool:
-    """Whether a unit is gathered sooner in two stages. ``share``: as in ``move_seconds``.
+def two_stages_pay(
+    cluster: Cluster, span: Span, *, gathered: int, reduced: int, shares: Shares = WHOLE
+) -> bool:
+    """Whether a unit is moved sooner in two stages: twice ``gathered`` bytes and once ``reduced``, a micro-step.
 
     Near two nodes because fewer bytes cross the network, beyond because fewer hops do. Where the links inside
-    a node are no faster than the network, the second stage may cost more than that.
+    a node are no faster than the network, the second stage may cost more than that. Rounded gradients are
+    exchanged: in one stage each of a node's ranks sends to every other node.
     """
+    moves = 2 * [(Kind.ALL_GATHER, gathered, shares.gather)] + [(Kind.REDUCE_SCATTER, reduced, shares.reduce)]
     flat, staged = (
-        move_seconds(cluster, Kind.ALL_GATHER, span, nbytes, two_stage=staged, share=share)
+        sum(
+            move_seconds(cluster, kind, span, nbytes, two_stage=staged, share=share)
+            for kind, nbytes, share in moves
+        )
         for staged in (False, True)
     )
     return staged < flat

@@ -122,8 +122,14 @@ class Setting:
         """Whether units are gathered in two stages: as the engine decides it."""
         if not self.hierarchical or self.partition.num_nodes == 1 or self.partition.on_a_node == 1:
             return False
-        nbytes = self.model.largest_numel * self.param_nbytes
-        return two_stages_pay(self.cluster, self.partition, nbytes, share=self.shares.gather)
+        numel = self.model.largest_numel
+        return two_stages_pay(
+            self.cluster,
+            self.partition,
+            gathered=numel * self.param_nbytes,
+            reduced=numel * self.wire_nbytes,
+            shares=self.shares,
+        )
 
     @cached_property
     def depth(self) -> int:
