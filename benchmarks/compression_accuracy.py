@@ -6,8 +6,9 @@
 
 A GPT and a BERT (masked bytes, every token sees all) train from the same weights on the same bytes of text
 with each setting, once for each seed. Ranks are nodes of --ranks-per-node, so that partition groups cross
-nodes and have replicas. One set of processes trains all settings, one seed after the other: a run that is
-broken off has whole comparisons. What --json has already is not trained again, so the same command goes on.
+nodes and have replicas. One seed is trained after the other: a run that is broken off has whole comparisons.
+What --json has already is not trained again, so the same command goes on. --at-once trains so many models
+beside each other, each with ranks of its own, where the host has processors to spare.
 
 Each model also trains with and without lossless refreshes, in bfloat16 over float32 masters: all losses,
 parameters and optimizer states must be equal to the bit.
@@ -16,6 +17,7 @@ parameters and optimizer states must be equal to the bit.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -23,6 +25,8 @@ import platform
 import random
 import socket
 import sys
+import sysconfig
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +82,7 @@ class Size:
     validation_windows: int  # of a rank
     evaluations: int
     check_steps: int
+    text: str
 
     def shape(self, model: str) -> GPTConfig:
         return GPTConfig(
@@ -103,11 +108,12 @@ SIZES: Final = {
         validation_windows=24,
         evaluations=5,
         check_steps=20,
+        text="reference",
     ),
     "40m": Size(
-        layers=12,
-        heads=8,
-        hidden_size=528,
+        layers=6,
+        heads=12,
+        hidden_size=768,
         seq_len=256,
         batch_size=8,
         accumulation=1,
@@ -116,6 +122,7 @@ SIZES: Final = {
         validation_windows=64,
         evaluations=20,
         check_steps=200,
+        text="library",
     ),
 }
 
@@ -143,7 +150,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--ranks-per-node", type=int, default=1, help="default 1: all traffic is between nodes"
     )
-    found.add_argument("--text", type=Path, help="a text of your own; default: Python's reference")
+    found.add_argument("--at-once", type=int, default=1, metavar="N", help="models that train together")
+    found.add_argument(
+        "--text", type=Path, help="a text of your own; default: Python's reference, large models: its library"
+    )
     found.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many")
     found.add_argument("--json", type=Path, help="keep all figures there, and go on from what it has")
     found.add_argument("--draw", type=Path, metavar="PNG", help="draw what --json has, and train nothing")
@@ -159,17 +169,71 @@ def main() -> None:
         draw_both(args.draw, figures)
         print("\n".join(table(figures)))
         return
+    with tempfile.TemporaryDirectory() as folder:
+        if args.json is None:
+            args.json = Path(folder) / "accuracy.json"
+        open_figures(args)
+        sets = [
+            mp.start_processes(
+                worker, (args, free_port(), part), nprocs=args.ranks, start_method="spawn", join=False
+            )
+            for part in range(args.at_once)
+        ]
+        for each in sets:
+            while not each.join():
+                pass
+        print("\n".join(table(json.loads(args.json.read_text()))), flush=True)
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(worker, (args, port), nprocs=args.ranks, start_method="spawn")
+        return int(free.getsockname()[1])
+
+
+def open_figures(args: argparse.Namespace) -> None:
+    """What there is from an earlier start of the same study, or an empty one."""
+    size, text = SIZES[args.size], text_of(args)
+    config = {
+        "size": args.size,
+        "shape": vars(size) | {"steps": args.steps or size.steps},
+        "parameters": size.shape("gpt").num_parameters,
+        "ranks": args.ranks,
+        "partition_size": args.partition_size,
+        "ranks_per_node": args.ranks_per_node,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "text": {"bytes": len(text), "xxh3": xxh3_64_hexdigest(text)},
+    }
+    if args.json.is_file():
+        before: dict[str, Any] = json.loads(args.json.read_text())
+        differing = [name for name in config if before["config"].get(name) != json_of(config[name])]
+        if differing:
+            raise SystemExit(f"--json {args.json}: expected a study like this one, found other {differing}")
+        return
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    write(args.json, {"config": json_of(config), "versions": versions, "lossless": [], "runs": []})
+
+
+def add(file: Path, kind: str, found: dict[str, Any]) -> None:
+    """Keep one more result. Several processes do."""
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        figures = json.loads(file.read_text())
+        figures[kind].append(found)
+        write(file, figures)
+
+
+def write(file: Path, figures: dict[str, Any]) -> None:
+    fresh = file.with_suffix(".part")
+    fresh.write_text(json.dumps(figures) + "\n")
+    fresh.replace(file)
 
 
 # -- the ranks -------------------------------------------------------------------------------------------
 
 
-def worker(rank: int, args: argparse.Namespace, port: int) -> None:
-    """One rank, for all runs."""
+def worker(rank: int, args: argparse.Namespace, port: int, part: int) -> None:
+    """One rank, for every ``--at-once``th run from ``part`` on."""
     node, local = divmod(rank, args.ranks_per_node)
     places = {
         "RANK": rank,
@@ -192,37 +256,27 @@ def worker(rank: int, args: argparse.Namespace, port: int) -> None:
         device = torch.device("cuda", rank % num_gpus)
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    Study(args, device).run_all()
+    Study(args, device, part).run_all()
     dist.destroy_process_group()
 
 
 class Study:
     """All runs, on one rank."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, part: int) -> None:
         self._args = args
         self._device = device
+        self._part = part
         self._rank = dist.get_rank()
         self._size = SIZES[args.size]
         self._steps = args.steps or self._size.steps
         self._start = time.monotonic()
-        text = reference() if args.text is None else args.text.read_bytes()
-        self._text = divided(text)
-        config = {
-            "size": args.size,
-            "shape": vars(self._size) | {"steps": self._steps},
-            "parameters": self._size.shape("gpt").num_parameters,
-            "ranks": args.ranks,
-            "partition_size": args.partition_size,
-            "ranks_per_node": args.ranks_per_node,
-            "device": device.type,
-            "text": {"bytes": len(text), "xxh3": xxh3_64_hexdigest(text)},
-        }
-        self._figures = self._opened(config)
+        self._text = divided(text_of(args))
 
     def run_all(self) -> None:
         args = self._args
-        done = {(each["model"], each["setting"], each["seed"]) for each in self._figures["runs"]}
+        [figures] = dist_object(json.loads(args.json.read_text()) if self._rank == 0 else None)
+        done = {(each["model"], each["setting"], each["seed"]) for each in figures["runs"]}
         wanted = [
             Run(model=model, setting=setting, seed=seed)
             for seed in range(args.seeds)
@@ -230,44 +284,29 @@ class Study:
             for setting in args.settings
         ]
         left = [run for run in wanted if (run.model, run.setting, run.seed) not in done]
-        checked = {each["model"] for each in self._figures["lossless"]}
-        for model in args.models:
-            if model not in checked:
-                self._figures["lossless"].append(self._check(model))
-                self._keep(f"{model}, lossless: {self._figures['lossless'][-1]}")
+        checked = {each["model"] for each in figures["lossless"]}
+        unchecked = [model for model in args.models if model not in checked]
+        for model in unchecked[self._part :: args.at_once]:
+            found = self._check(model)
+            self._keep("lossless", found, f"{model}, lossless: {found}")
+        left = left[self._part :: args.at_once]
         for number, run in enumerate(left, 1):
             if self._is_over():
                 self._say(f"{args.minutes:g} minutes are over, {len(left) - number + 1} runs are left")
                 break
             found = self._train(run)
-            self._figures["runs"].append(found)
             minutes = (time.monotonic() - self._start) / 60
-            self._keep(
+            line = (
                 f"{number}/{len(left)} {run.model} {run.setting}, seed {run.seed}: "
                 f"validation {found['validation'][-1][1]:.4f} in {found['seconds']:.0f} s; "
                 f"{minutes:.1f} min, about {minutes * (len(left) - number) / number:.0f} left"
             )
-        if self._rank == 0:
-            print("\n".join(table(self._figures)), flush=True)
+            self._keep("runs", found, line)
 
-    def _opened(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What there is from an earlier start of the same study."""
-        file = self._args.json
-        if file is not None and file.is_file():
-            before: dict[str, Any] = json.loads(file.read_text())
-            differing = [name for name in config if before["config"].get(name) != json_of(config[name])]
-            if differing:
-                raise SystemExit(f"--json {file}: expected a study like this one, found other {differing}")
-            return before
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        return {"config": json_of(config), "versions": versions, "lossless": [], "runs": []}
-
-    def _keep(self, line: str) -> None:
+    def _keep(self, kind: str, found: dict[str, Any], line: str) -> None:
         self._say(line)
-        if self._rank == 0 and self._args.json is not None:
-            fresh = self._args.json.with_suffix(".part")
-            fresh.write_text(json.dumps(self._figures) + "\n")
-            fresh.replace(self._args.json)
+        if self._rank == 0:
+            add(self._args.json, kind, found)
 
     def _say(self, line: str) -> None:
         if self._rank == 0:
@@ -450,6 +489,28 @@ class Training:
 
 
 # -- helpers ---------------------------------------------------------------------------------------------
+
+
+def dist_object(found: Any) -> list[Any]:
+    """The first rank's, on all."""
+    objects = [found]
+    dist.broadcast_object_list(objects, src=0)
+    return objects
+
+
+def text_of(args: argparse.Namespace) -> bytes:
+    if args.text is not None:
+        return bytes(args.text.read_bytes())
+    return library() if SIZES[args.size].text == "library" else reference()
+
+
+def library() -> bytes:
+    """The sources of Python's standard library, in any order."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(folder.rglob("*.py"))
+    files = [file for file in files if not {"site-packages", "dist-packages", "test"} & set(file.parts)]
+    random.Random(0).shuffle(files)
+    return b"\n\n".join(file.read_bytes() for file in files)
 
 
 def reference() -> bytes:

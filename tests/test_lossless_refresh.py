@@ -206,6 +206,62 @@ def test_values_that_leap(happens: Happening) -> None:
         assert all(max(shares) > 1.1 for _, shares in found), "moves that did not fit, and values after them"
 
 
+@pytest.mark.parametrize(
+    ("happens", "settings"),
+    [
+        (_nothing, {"accumulation": 2}),
+        (_jump, {}),
+        (_evaluate, {}),
+        (_edit, {}),
+        *(pytest.param(each, {}, marks=pytest.mark.full) for each in (_write, _write_past_us)),
+        pytest.param(_jump, {"announced": False, "accumulation": 2}, marks=pytest.mark.full),
+        pytest.param(_nothing, {"prefetch": mics.Prefetch(units=3)}, marks=pytest.mark.full),
+        pytest.param(_nothing, {"low_memory": True}, marks=pytest.mark.full),
+        pytest.param(_wander, {"steps": 200}, marks=pytest.mark.long),
+    ],
+)
+def test_moves_that_wait_for_their_turn(happens: Happening, settings: dict[str, Any]) -> None:
+    """Where gathers and moves share the network: partition groups over nodes, with replicas."""
+    options = {"partition_size": 2, "audit_interval": 0, **settings}
+    found = run_ranks(4, _compare, happens, ranks_per_node=1, kwargs=options)
+    _check(found, at_most=1.1)
+
+
+def _sent_in_turn() -> list[float]:
+    """Of the bytes of a step's moves: those sent by the end of the step, of a forward, of a backward."""
+    model = mics.shard(
+        _Model(),
+        partition_size=2,
+        precision=mics.Precision(param_dtype=torch.bfloat16),
+        prefetch=1,
+        audit_interval=0,
+    )
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-5)
+    for step in range(6):
+        x, y = toys.floats(step, 0, dist.get_rank(), dim=_DIM, batch=4)
+        output = model.blocks[0](x.bfloat16()) if step == 5 else model(x.bfloat16())
+        if step == 5:
+            forward = _sent_nbytes(model, "replication")
+        (output - y).square().mean().backward()
+        if step == 5:
+            backward = _sent_nbytes(model, "replication")
+            break
+        before = _sent_nbytes(model, "replication")
+        optimizer.step()
+        optimizer.zero_grad()
+        after = _sent_nbytes(model, "replication")
+    return [after - before, forward - before, backward - before]
+
+
+def test_moves_wait_until_their_unit_is_gathered() -> None:
+    """The first unit's go with the step, others before their gather, the rest before gradients do."""
+    for step, forward, backward in run_ranks(4, _sent_in_turn, ranks_per_node=1):
+        assert 0 < step < forward < backward, (step, forward, backward)
+        assert step < 0.5 * backward
+    for step, _, backward in run_ranks(4, _sent_in_turn, ranks_per_node=2):
+        assert step == backward > 0, "inside a node gathers do not wait for moves"
+
+
 def test_weights_that_a_forward_changes() -> None:
     """Where it computes with the memory that moves are of."""
     found = run_ranks(2, _compare, _write_past_us, kwargs={"partition_size": 1, "audit_interval": 0})

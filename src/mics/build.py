@@ -120,7 +120,8 @@ def _wire(
     plans = choices.plans()
     moves = settings.compression.refresh == "lossless" and any(map(is_moved, units))
     has_replicas = mesh.groups.replication.size > 1
-    moves_old = moves and not has_replicas and spans_nodes(mesh.groups.topology)
+    crosses = spans_nodes(mesh.groups.topology)
+    moves_old = moves and not has_replicas and crosses
     residency = _residency(units, settings, choices, events, plans, progress, log, moves_old=moves_old)
     shown, hops = _gradients(settings, mesh, units, choices, events, progress, log, owner)
     agreement = _agreement(settings, mesh, units, choices, plans, progress, log, shown)
@@ -129,7 +130,13 @@ def _wire(
     )
     if moves_old or (moves and has_replicas):
         route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas()
-        step.moved = MovedValues(units, settings.device, route, imagined=world.imagined is not None)
+        step.moved = MovedValues(
+            units,
+            settings.device,
+            route,
+            in_turn=crosses and has_replicas,
+            imagined=world.imagined is not None,
+        )
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)
     members = Members(model, autograd, on_change=synchronize_buffers.look_again)

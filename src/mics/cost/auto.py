@@ -36,7 +36,7 @@ def move_seconds(
 def two_stages_pay(
     cluster: Cluster, span: Span, *, gathered: int, reduced: int, shares: Shares = WHOLE
 ) -> bool:
-    """Whether a unit is moved sooner in two stages: twice ``gathered`` bytes and once ``reduced``, a micro-step.
+    """Whether a micro-step takes less in two stages: ``gathered`` bytes come twice, ``reduced`` ones go once.
 
     Near two nodes because fewer bytes cross the network, beyond because fewer hops do. Where the links inside
     a node are no faster than the network, the second stage may cost more than that. Rounded gradients are

@@ -54,6 +54,7 @@ class Step:
         self._by_name = {
             held.name: (unit, index) for unit in hops.units for index, held in enumerate(unit.spec.refs)
         }
+        events[What.BACKWARD_BEGINS].append(lambda event: self._send_waiting())
         self.owner.gradients_needed.append(self.synchronize)
         self.owner.gradient_came.append(self._take_gradient)
 
@@ -65,6 +66,7 @@ class Step:
     def synchronize(self) -> None:
         """Sum gradients over the world, and let the ranks agree. Called by whatever needs them first."""
         hops = self._hops
+        self._send_waiting()
         hops.send_waiting()
         for unit in hops.units:
             self._adopt_assigned(unit)
@@ -118,11 +120,12 @@ class Step:
         self._events.tell(Event(What.STEP_ENDS, units=units))
         if not self._refreshed:
             scale_together(units)
+            batches = list(self._hops.batches(units))
             if self.moved is not None:
-                self.moved.begin(units)
-            send = refresh_together if self.moved is None else self.moved.send
-            for batch in self._hops.batches(units):
-                send(batch)
+                self.moved.send(batches)
+            else:
+                for batch in batches:
+                    refresh_together(batch)
         self._refreshed = False
         self._events.tell(Event(What.REFRESHED, units=units))
 
@@ -145,6 +148,11 @@ class Step:
         units = {id(unit): unit for unit, _ in members}.values()
         order = {index: position for position, index in reversed(list(enumerate(self._plans.latest())))}
         return sorted(units, key=lambda unit: order.get(unit.spec.index, len(order)))
+
+    def _send_waiting(self) -> None:
+        """New values that no forward needed go to the replicas before gradients do, on all ranks."""
+        if self.moved is not None:
+            self.moved.send_waiting()
 
     def _adopt_assigned(self, unit: Unit) -> None:
         assigned = self._shown.adopt_assigned(unit, self._hops.finish)

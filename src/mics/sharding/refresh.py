@@ -158,6 +158,7 @@ class _Sent:
     moves: Moves
     wire: Tensor  # uint8 [moves.nbytes]: this rank's
     ticket: Ticket | None = None  # of moves that were sent in place of the values
+    fits: bool = True  # whether there was room for all members' moves, once that is known
 
     @property
     def is_worthwhile(self) -> bool:
@@ -182,10 +183,21 @@ class MovedValues:
     """
 
     def __init__(
-        self, units: Sequence[Unit], device: torch.device, route: Route, *, imagined: bool = False
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        route: Route,
+        *,
+        in_turn: bool = False,
+        imagined: bool = False,
     ) -> None:
-        """``imagined``: the other members are, so that their moves are not those of the values here."""
+        """``in_turn``: moves wait until their unit is to be gathered, but for the first: gathers share the
+        network with them, and each is needed before the next unit's moves.
+
+        ``imagined``: the other members are, so that their moves are not those of the values here.
+        """
         self._device = device
+        self._in_turn = in_turn
         self._route = route
         self._rows = {unit.spec.index: row for row, unit in enumerate(filter(is_moved, units))}
         self._sent: dict[int, _Sent] = {}
@@ -198,6 +210,7 @@ class MovedValues:
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
         self._told: Ticket = DONE
         self._pending: list[_Sent] = []
+        self._waiting: list[list[_Sent]] = []  # for their turn: what is sent together
         # Two, for a lane that decodes what came while another brings more.
         self._received = [
             _Received(torch.empty(0, dtype=torch.uint8, device=device)) for _ in range(NUM_RECEIVED)
@@ -232,9 +245,24 @@ class MovedValues:
             old, masters = copies[self._route.position(unit)], unit.masters.here()
             torch.any(old.ne(masters.to(old.dtype)), out=self._edited[self._rows[unit.spec.index]])
 
-    def begin(self, units: Sequence[Unit]) -> None:
-        """Make the moves of ``units``, and tell the other members what room they need."""
+    def send(self, batches: Sequence[Sequence[Unit]]) -> None:
+        """Have new values come, of the units of a batch together."""
+        self._begin([unit for batch in batches for unit in batch])
+        for number, batch in enumerate(batches):
+            self._send_batch(batch, waits=self._in_turn and number > 0)
+
+    def send_waiting(self, last: Unit | None = None) -> None:
+        """Send what waits for its turn, up to the values of ``last``."""
         self.confirm()
+        sent: Sequence[_Sent] = ()
+        while self._waiting and not any(each.unit is last for each in sent):
+            sent = self._waiting.pop(0)
+            with torch.inference_mode(False), torch.no_grad():  # an evaluation may be the first to need it
+                self._send_or_replace(sent)
+
+    def _begin(self, units: Sequence[Unit]) -> None:
+        """Make the moves of ``units``, and tell the other members what room they need."""
+        self.send_waiting()
         moved = self._moved(units)
         if not moved:
             return
@@ -252,8 +280,7 @@ class MovedValues:
         self._replaced = [old for old in self._replaced if old.unit not in moved]
         self._tell(moved[0].groups)
 
-    def send(self, units: Sequence[Unit]) -> None:
-        """Have the new values of ``units`` come, which are some of those that ``begin`` was told of."""
+    def _send_batch(self, units: Sequence[Unit], *, waits: bool) -> None:
         begun = {sent.unit for sent in self._pending}
         moved = [unit for unit in units if unit in begun and self._goes_by_moves(unit)]
         others = [unit for unit in units if unit not in moved]
@@ -263,8 +290,26 @@ class MovedValues:
             for unit in carried:
                 # Which units go by moves differs in a partition group. When they are gathered next must not.
                 unit.refresh.confirm = self.confirm
-        if moved:
-            self._send_moves([self._sent[unit.spec.index] for unit in moved])
+        for unit in moved:
+            note_refresh(unit)
+        together = [self._sent[unit.spec.index] for unit in moved]
+        if waits and together:
+            self._waiting.append(together)
+            for unit in moved:
+                unit.refresh.confirm = partial(self.send_waiting, unit)
+        elif together:
+            self._send_moves(together)
+
+    def _send_or_replace(self, batch: Sequence[_Sent]) -> None:
+        """Moves where they fit, which is known by now, or values as they are."""
+        for sent in batch:
+            sent.unit.refresh.confirm = None
+        fitting = [sent for sent in batch if sent.fits]
+        if fitting:
+            self._send_moves(fitting)
+        late = [sent.unit for sent in batch if not sent.fits]
+        if late:
+            self._route.send_late(late, DONE)
 
     def _moved(self, units: Sequence[Unit]) -> list[Unit]:
         """Those of which values of before can be moved."""
@@ -280,10 +325,13 @@ class MovedValues:
         pending, self._pending = self._pending, []  # not before: whoever is interrupted there looks again
         needed = self._host.view(-1, *self._needed.shape).amax(0).tolist()
         late: dict[Ticket, list[Unit]] = {}
+        waiting = {sent.unit for batch in self._waiting for sent in batch}
         for sent in pending:
             unit, need = sent.unit, Room(*needed[self._rows[sent.unit.spec.index]])
-            ticket, sent.ticket, unit.refresh.confirm = sent.ticket, None, None
-            if ticket is not None and not sent.moves.room.holds(need):
+            ticket, sent.ticket, sent.fits = sent.ticket, None, sent.moves.room.holds(need)
+            if unit not in waiting:
+                unit.refresh.confirm = None
+            if ticket is not None and not sent.fits:
                 late.setdefault(ticket, []).append(unit)
             self._adapt(sent, need)
         for ticket, together in late.items():
@@ -326,7 +374,6 @@ class MovedValues:
         )
         for sent in moved:
             sent.ticket = ticket
-            note_refresh(sent.unit)
             self._route.sent(sent.unit, ticket, self.confirm)
 
     def _decode(self, moved: Sequence[_Sent], parts: Sequence[Tensor]) -> None:
