@@ -46,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     found.add_argument("--ranks", type=int, default=4)
     found.add_argument("--partition-sizes", type=int, nargs="+", help="of mics; all divisors unless given")
-    found.add_argument("--size", default="gpt-1.3b")
+    found.add_argument(
+        "--size", default="gpt-350m", help="ranks that share a GPU talk over sockets: a small one"
+    )
     found.add_argument("--seq-len", type=int, default=1024)
     found.add_argument("--batch-size", type=int, default=4, help="sequences of a micro-step on a rank")
     found.add_argument("--accumulation", type=int, default=2)
