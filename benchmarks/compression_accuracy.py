@@ -1,7 +1,7 @@
 """What rounding on the wire does to training: each setting of mics.Compression beside float32 on the wire.
 
     python -m benchmarks.compression_accuracy --json accuracy.json            # a small model, CPUs
-    python -m benchmarks.compression_accuracy --size 40m --json large.json    # NCCL ranks, on a GPU or more
+    python -m benchmarks.compression_accuracy --size 40m --json large.json    # on GPUs; ranks may share one
     python -m benchmarks.compression_accuracy --json accuracy.json --draw docs/compression-accuracy.png
 
 A GPT and a BERT (masked bytes, every token sees all) train from the same weights on the same bytes of text
@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from benchmarks import one_gpu
 from benchmarks.compression_picture import draw_both, table
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
@@ -45,7 +46,6 @@ import mics
 from mics.data.packing import MaskedPacking
 from mics.data.tokenizer import BytesTokenizer
 from mics.models import GPT, GPTConfig
-from mics.train.ranks import share_gpu
 from mics.train.sequences import ByteText, TensorPair, TextSequences
 
 NONE: Final = mics.Compression(refresh=None)
@@ -248,14 +248,13 @@ def worker(rank: int, args: argparse.Namespace, port: int, part: int) -> None:
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
-        if num_gpus < args.ranks:
-            share_gpu(rank, os.environ)
         device = torch.device("cuda", rank % num_gpus)
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        backend = "nccl" if num_gpus >= args.ranks else one_gpu.register()
+    dist.init_process_group(backend)
     Study(args, device, part).run_all()
     dist.destroy_process_group()
 
