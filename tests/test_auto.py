@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,7 +139,9 @@ def test_ranks_with_different_batches_look_equally_far() -> None:
     assert all(1 <= each[2] <= 3 for each in found)
 
 
-def _said(**settings: object) -> list[str]:
+@contextmanager
+def _hearing() -> Iterator[list[str]]:
+    """What is logged."""
     messages: list[str] = []
     choices._said.clear()  # by an earlier test of this process
 
@@ -148,12 +152,17 @@ def _said(**settings: object) -> list[str]:
     handler = Handler()
     logging.getLogger("mics").addHandler(handler)
     try:
+        yield messages
+    finally:
+        logging.getLogger("mics").removeHandler(handler)
+
+
+def _said(**settings: object) -> list[str]:
+    with _hearing() as messages:
         for _ in range(2):
             model = mics.shard(GPT(_SHAPE), partition_size=4, **settings)  # type: ignore[arg-type]
             tokens = torch.zeros(1, 8, dtype=torch.long)
             model(tokens, tokens).backward()
-    finally:
-        logging.getLogger("mics").removeHandler(handler)
     return messages
 
 
@@ -175,6 +184,21 @@ def test_formats_that_change_nothing_are_said_once() -> None:
         "compression: inter_gather='int8' changes nothing: every partition group is inside one node",
     ]
     assert others == [[], [], []]
+
+
+def test_a_format_that_sends_more_is_said() -> None:
+    """Rounded gradients are exchanged: in one stage a node's two ranks send half of float32."""
+    compression = mics.Compression(inter_reduce="int8")
+    flat = {"hierarchical": False, "compression": compression}
+    assert run_ranks(4, _said, ranks_per_node=2, kwargs=flat) == [[]] * 4
+    with mics.emulate("p4d.24xlarge:2"), _hearing() as messages:
+        mics.shard(GPT(_SHAPE), partition_size=16, **flat)  # type: ignore[arg-type]
+        mics.shard(GPT(_SHAPE), partition_size=16, hierarchical=True, compression=compression)
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "compression: inter_reduce='int8' sends 2.1 times the bytes of None between nodes: in one stage each "
+        "of a node's 8 ranks sends to every other node"
+    )
 
 
 def _stages(cluster: str | None) -> bool:

@@ -16,7 +16,7 @@ from mics.choices import (
     choose_optimizer_sharding,
     choose_topology,
     replicas_exchange,
-    say_what_is_idle,
+    say_what_does_not_pay,
     spans_nodes,
     unit_specs,
 )
@@ -62,7 +62,7 @@ def build(
     order = {name: index for index, name in enumerate(dict.fromkeys(node_names))}
     topology = choose_topology(settings, [order[name] for name in node_names], talk=world.rank == 0)
     if world.rank == 0:
-        say_what_is_idle(settings.compression, topology)
+        say_what_does_not_pay(settings, topology)
     settings = replace(settings, optimizer_sharding=choose_optimizer_sharding(settings, topology))
     world.start_liveness(settings.device)
     counter = TrafficCounter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -41,31 +42,51 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
     groups, wanted = settings.partition_groups, settings.hierarchical
     topology = plan_topology(node_of, partition_groups=groups, hierarchical=wanted is not False)
     reason = why_not_two_stage(topology) if wanted is not False else None
-    if reason is not None and talk and reason not in _said:
-        _said.add(reason)
-        _log.warning(
-            "gathering and reducing in one stage: %s. Partition groups that fill nodes equally move less "
-            "over the network",
-            reason,
+    if reason is not None and talk:
+        _warn_once(
+            f"gathering and reducing in one stage: {reason}. Partition groups that fill nodes equally move "
+            "less over the network"
         )
     if wanted == "auto" and any(topology.two_stage) and not _two_stages_pay(settings, _span(topology)):
         return plan_topology(node_of, partition_groups=groups, hierarchical=False)
     return topology
 
 
-def say_what_is_idle(compression: Compression, topology: Topology) -> None:
-    """Say which formats were asked for where nothing is sent in them."""
-    asked = {
-        "hop2": topology.num_replicas == 1 and "there are no replicas",
-        "inter_gather": not spans_nodes(topology) and "every partition group is inside one node",
-        "inter_reduce": not spans_nodes(topology) and "every partition group is inside one node",
-    }
-    for name, reason in asked.items():
+def say_what_does_not_pay(settings: Settings, topology: Topology) -> None:
+    """Say which formats were asked for where nothing is sent in them, or more than without."""
+    compression = settings.compression
+    for name, reason in _idle(topology).items():
         format = getattr(compression, name)
-        message = f"compression: {name}={format!r} changes nothing: {reason}"
-        if reason and format is not None and message not in _said:
-            _said.add(message)
-            _log.warning("%s", message)
+        if reason and format is not None:
+            _warn_once(f"compression: {name}={format!r} changes nothing: {reason}")
+    wire_nbytes = settings.precision.reduce_dtype.itemsize
+    on_a_node = 1 if any(topology.two_stage) or not spans_nodes(topology) else _most_on_a_node(topology)
+    times = on_a_node * compression.inter_reduce_nbytes(wire_nbytes) / wire_nbytes
+    if compression.inter_reduce is not None and times > 1:
+        _warn_once(
+            f"compression: inter_reduce={compression.inter_reduce!r} sends {times:.1f} times the bytes of "
+            f"None between nodes: in one stage each of a node's {on_a_node} ranks sends to every other node; "
+            "leave it out, or have two stages (hierarchical, partition groups that fill nodes equally)"
+        )
+
+
+def _most_on_a_node(topology: Topology) -> int:
+    """Ranks of a partition group."""
+    nodes = [Counter(topology.node_of[rank] for rank in group) for group in topology.partition_groups]
+    return max(max(each.values()) for each in nodes)
+
+
+def _idle(topology: Topology) -> dict[str, str]:
+    """Formats in which nothing is sent, and why."""
+    inside = "" if spans_nodes(topology) else "every partition group is inside one node"
+    alone = "there are no replicas" if topology.num_replicas == 1 else ""
+    return {"hop2": alone, "inter_gather": inside, "inter_reduce": inside}
+
+
+def _warn_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
 
 
 def _two_stages_pay(settings: Settings, span: Span) -> bool:
