@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import mics
 from mics import choices
@@ -175,6 +176,14 @@ def test_formats_that_change_nothing_are_said_once() -> None:
         "compression: inter_gather='int8' changes nothing: every partition group is inside one node",
     ]
     assert others == [[], [], []]
+
+
+def _without_parameters() -> tuple[bool, ...]:
+    return engine_of(mics.shard(nn.ReLU(), partition_size=4)).topology.two_stage
+
+
+def test_nothing_to_gather() -> None:
+    assert run_ranks(4, _without_parameters, ranks_per_node=2) == [(True,)] * 4
 
 
 def _stages(cluster: str | None) -> bool:

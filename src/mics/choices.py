@@ -48,7 +48,8 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
             "over the network",
             reason,
         )
-    if wanted == "auto" and any(topology.two_stage) and not _two_stages_pay(settings, _span(topology)):
+    chooses = wanted == "auto" and any(topology.two_stage) and settings.sites
+    if chooses and not _two_stages_pay(settings, _span(topology)):
         return plan_topology(node_of, partition_groups=groups, hierarchical=False)
     return topology
 
