@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import mics
 from mics import choices
@@ -199,6 +200,14 @@ def test_a_format_that_sends_more_is_said() -> None:
         "compression: inter_reduce='int8' sends 2.1 times the bytes of None between nodes: in one stage each "
         "of a node's 8 ranks sends to every other node"
     )
+
+
+def _without_parameters() -> tuple[bool, ...]:
+    return engine_of(mics.shard(nn.ReLU(), partition_size=4)).topology.two_stage
+
+
+def test_nothing_to_gather() -> None:
+    assert run_ranks(4, _without_parameters, ranks_per_node=2) == [(True,)] * 4
 
 
 def _stages(cluster: str | None) -> bool:

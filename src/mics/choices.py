@@ -47,7 +47,8 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
             f"gathering and reducing in one stage: {reason}. Partition groups that fill nodes equally move "
             "less over the network"
         )
-    if wanted == "auto" and any(topology.two_stage) and not _two_stages_pay(settings, _span(topology)):
+    chooses = wanted == "auto" and any(topology.two_stage) and settings.sites
+    if chooses and not _two_stages_pay(settings, _span(topology)):
         return plan_topology(node_of, partition_groups=groups, hierarchical=False)
     return topology
 

@@ -54,7 +54,7 @@ class Step:
         self._by_name = {
             held.name: (unit, index) for unit in hops.units for index, held in enumerate(unit.spec.refs)
         }
-        events[What.BACKWARD_BEGINS].append(lambda event: self._send_waiting())
+        events[What.BACKWARD_BEGINS].append(self._send_waiting)
         self.owner.gradients_needed.append(self.synchronize)
         self.owner.gradient_came.append(self._take_gradient)
 
@@ -66,7 +66,6 @@ class Step:
     def synchronize(self) -> None:
         """Sum gradients over the world, and let the ranks agree. Called by whatever needs them first."""
         hops = self._hops
-        self._send_waiting()
         hops.send_waiting()
         for unit in hops.units:
             self._adopt_assigned(unit)
@@ -149,8 +148,11 @@ class Step:
         order = {index: position for position, index in reversed(list(enumerate(self._plans.latest())))}
         return sorted(units, key=lambda unit: order.get(unit.spec.index, len(order)))
 
-    def _send_waiting(self) -> None:
-        """New values that no forward needed go to the replicas before gradients do, on all ranks."""
+    def _send_waiting(self, event: Event) -> None:
+        """New values that no forward needed go to the replicas before gradients do.
+
+        Not when somebody looks at gradients: a rank may do that alone, where nothing is left to be summed.
+        """
         if self.moved is not None:
             self.moved.send_waiting()
 

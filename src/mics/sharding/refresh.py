@@ -157,7 +157,7 @@ class _Sent:
     unit: Unit
     moves: Moves
     wire: Tensor  # uint8 [moves.nbytes]: this rank's
-    ticket: Ticket | None = None  # of moves that were sent in place of the values
+    ticket: Ticket | None = None  # of these moves, once they are sent in place of the values
     fits: bool = True  # whether there was room for all members' moves, once that is known
 
     @property
@@ -270,6 +270,7 @@ class MovedValues:
         for unit in moved:
             unit.settle_params()
             sent = self._sent.get(unit.spec.index) or self._make(unit, Room(0, 0))
+            sent.ticket = None
             new = unit.masters.here().to(unit.own_params.dtype)
             sent.moves.encode(sent.wire, unit.own_params, new, self._needed[self._rows[unit.spec.index]])
             unit.own_params.copy_(new)
@@ -328,11 +329,11 @@ class MovedValues:
         waiting = {sent.unit for batch in self._waiting for sent in batch}
         for sent in pending:
             unit, need = sent.unit, Room(*needed[self._rows[sent.unit.spec.index]])
-            ticket, sent.ticket, sent.fits = sent.ticket, None, sent.moves.room.holds(need)
+            sent.fits = sent.moves.room.holds(need)
             if unit not in waiting:
                 unit.refresh.confirm = None
-            if ticket is not None and not sent.fits:
-                late.setdefault(ticket, []).append(unit)
+            if sent.ticket is not None and not sent.fits:
+                late.setdefault(sent.ticket, []).append(unit)
             self._adapt(sent, need)
         for ticket, together in late.items():
             self._route.send_late(together, ticket)
