@@ -41,6 +41,7 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.Trainer.create_accelerator_and_postprocess": (),
         "transformers.Trainer.training_step": ("model", "inputs"),
         "transformers.Trainer.prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+        "transformers.Trainer.evaluation_loop": (),
         "transformers.Trainer.hyperparameter_search": (),
         "transformers.Trainer._move_model_to_device": ("model", "device"),
         "transformers.Trainer._save": ("output_dir", "state_dict"),
@@ -68,6 +69,8 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "transformers.core_model_loading.Chunk": ("dim",),
     },
     "trl": {
+        "trl.DPOTrainer._precompute_ref_logps": (),
+        "trl.KTOTrainer._precompute_ref_logps": (),
         "trl.distributed.DistributedBackend.summon_full_params": ("module",),
         "trl.generation.vllm_generation.VLLMGeneration._iter_named_params": (),
         "trl.generation.vllm_generation.VLLMGeneration._fix_param_name_to_vllm": ("name",),

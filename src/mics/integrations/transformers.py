@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import SCHEDULER_NAME
 
 from mics.checkpoint import load, save
+from mics.engine import is_sharded
 from mics.errors import SettingsError
 from mics.integrations.accelerate import Accelerator, plain_optimizer
 from mics.integrations.config import MicsConfig
@@ -80,6 +81,22 @@ class MicsTrainerMixin(_Base):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave it to the accelerator, which shards it: a whole model may not fit."""
+
+    def _shard_model(self) -> None:
+        """Before training: whoever runs the model finds it where its inputs are."""
+        if self.model is not None and not is_sharded(self.model):
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate; the trainer does not prepare its model once the accelerator has another one."""
+        self._shard_model()
+        return super().evaluation_loop(*args, **options)
+
+    def _precompute_ref_logps(self, *args: Any, **options: Any) -> Any:
+        """Run the reference model of TRL, which is the model itself where there is no other."""
+        if getattr(self, "ref_model", None) is None:
+            self._shard_model()
+        return super()._precompute_ref_logps(*args, **options)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, *args: Any, **options: Any) -> Tensor:
         """Run one micro-step, the last one announced as such."""
