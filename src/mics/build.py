@@ -129,14 +129,8 @@ def _wire(
         units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
     )
     if moves_old or (moves and has_replicas):
-        route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas()
-        step.moved = MovedValues(
-            units,
-            settings.device,
-            route,
-            in_turn=crosses and has_replicas,
-            imagined=world.imagined is not None,
-        )
+        route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas(in_turn=crosses)
+        step.moved = MovedValues(units, settings.device, route, imagined=world.imagined is not None)
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)
     members = Members(model, autograd, on_change=synchronize_buffers.look_again)

@@ -164,7 +164,9 @@ class MicsTrainerMixin(_Base):
             counted, has_samples = _first_samples(inputs, num_rows, max(num_own, 1)), num_own > 0
             if not has_samples:  # metrics count tokens, too
                 tokens = [name for name in self.label_names if counted[name].dim() > 1]
-                counted |= {name: torch.full_like(counted[name], self._ignored()) for name in tokens}
+                counted |= {
+                    name: torch.full_like(counted[name], _ignored_label(self.model)) for name in tokens
+                }
         self._is_predicting, self._has_samples, self._is_share = True, has_samples, False
         try:
             count = self._num_items(counted)
@@ -210,21 +212,14 @@ class MicsTrainerMixin(_Base):
             ]
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def _ignored(self) -> int:
-        """The label that the model's loss does not count."""
-        base: Any = self._base_model()
-        if not type(base).__name__.endswith("ForSemanticSegmentation"):
-            return IGNORED
-        return int(getattr(base.config, "semantic_loss_ignore_index", IGNORED))
-
     def _num_items(self, inputs: Any) -> Tensor | None:
         """How many items the loss of this rank is a mean of; None where nobody can tell."""
         count = num_items(
             inputs,
             self.label_names,
             is_shifted=self._shifts_labels(),
-            per_row=type(self._base_model()).__name__.endswith("ForCTC"),
-            ignored=self._ignored(),
+            per_row=type(_base_of(self.model)).__name__.endswith("ForCTC"),
+            ignored=_ignored_label(self.model),
         )
         return count if count is None or self._has_samples else torch.zeros_like(count)
 
@@ -240,13 +235,9 @@ class MicsTrainerMixin(_Base):
 
     def _shifts_labels(self) -> bool:
         """Whether the loss of a token is that of the next one; of GPT-2 the trainer does not know it."""
-        name = type(self._base_model()).__name__
+        name = type(_base_of(self.model)).__name__
         known = getattr(self, "_loss_shifts_labels", False)  # transformers 5.12
         return known or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-    def _base_model(self) -> Any:
-        model: Any = self.model
-        return model.get_base_model() if is_peft_model(model) else model
 
     # -- checkpoints --------------------------------------------------------------------------------
 
@@ -297,6 +288,18 @@ class MicsTrainerMixin(_Base):
 
 class MicsTrainer(MicsTrainerMixin, Trainer):
     """``transformers.Trainer`` that trains with mics."""
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def _ignored_label(model: Any) -> int:
+    """The label that the model's loss does not count."""
+    base = _base_of(model)
+    if not type(base).__name__.endswith("ForSemanticSegmentation"):
+        return IGNORED
+    return int(getattr(base.config, "semantic_loss_ignore_index", IGNORED))
 
 
 def _weighed(loss: Tensor, weight: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,11 @@ def _label(units: Sequence[Unit]) -> str:
 class Route(Protocol):
     """Who has values of before, and where."""
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether moves of all units but the first wait until their unit is to be gathered."""
+        ...
+
     def has_old(self, unit: Unit) -> bool:
         """Whether they have them now. The same on all ranks that share a unit."""
         ...
@@ -89,8 +94,12 @@ class Route(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class ToReplicas:
     """All replicas have ``param_shard``."""
+
+    in_turn: bool
+    """Gathers share the network with moves, and each is needed before the next unit's moves."""
 
     def has_old(self, unit: Unit) -> bool:
         return True
@@ -126,6 +135,7 @@ class ToPartitionGroup:
     """Units that stay are whole on all ranks of the partition group, which are all ranks there are."""
 
     transitions: MovesUnits
+    in_turn: ClassVar[bool] = False
 
     def has_old(self, unit: Unit) -> bool:
         return unit.state is State.OLD
@@ -183,21 +193,10 @@ class MovedValues:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        device: torch.device,
-        route: Route,
-        *,
-        in_turn: bool = False,
-        imagined: bool = False,
+        self, units: Sequence[Unit], device: torch.device, route: Route, *, imagined: bool = False
     ) -> None:
-        """``in_turn``: moves wait until their unit is to be gathered, but for the first: gathers share the
-        network with them, and each is needed before the next unit's moves.
-
-        ``imagined``: the other members are, so that their moves are not those of the values here.
-        """
+        """``imagined``: the other members are, so that their moves are not those of the values here."""
         self._device = device
-        self._in_turn = in_turn
         self._route = route
         self._rows = {unit.spec.index: row for row, unit in enumerate(filter(is_moved, units))}
         self._sent: dict[int, _Sent] = {}
@@ -249,7 +248,7 @@ class MovedValues:
         """Have new values come, of the units of a batch together."""
         self._begin([unit for batch in batches for unit in batch])
         for number, batch in enumerate(batches):
-            self._send_batch(batch, waits=self._in_turn and number > 0)
+            self._send_batch(batch, waits=self._route.in_turn and number > 0)
 
     def send_waiting(self, last: Unit | None = None) -> None:
         """Send what waits for its turn, up to the values of ``last``."""
