@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,10 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from mics.utils.python_group import PythonGroup
+
 NAME: Final = "one_gpu"
 _CAPACITY: Final = {"cuda": 256 << 20, "cpu": 1 << 20}  # bytes that a rank sends in one collective
 _ALIGNMENT: Final = 512
-_ProcessGroup: Any = dist.ProcessGroup  # its annotations list every form of every call
 
 
 def register() -> str:
@@ -129,54 +129,18 @@ class Memory:
             os.sched_yield()
 
 
-class OneGpuGroup(_ProcessGroup):  # type: ignore[misc]
+class OneGpuGroup(PythonGroup):
     """What torch asks of a group, each collective by one exchange."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(NAME, rank, size, timeout)
         self._store, self._timeout = store, timeout
         self._memory: Memory | None = None
-        self.options = SimpleNamespace(_timeout=timeout)
-        self.supports_splitting = False
         self.supports_coalescing = False
-        self.bound_device_id = None
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return NAME
-
-    def name(self) -> str:
-        return NAME
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
-
-    def _get_backend(self, device: torch.device) -> OneGpuGroup:
-        return self
-
-    def shutdown(self) -> None:
-        """Memory goes with the process."""
-
-    def abort(self) -> None:
-        """Nothing is open."""
 
     # -- collectives --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A process group that takes as long as one of an emulated cluster: what torch asks of a group, and charging.
+"""A process group that takes as long as one of an emulated cluster: how its collectives are charged.
 
 Its collectives say what they move and how the data comes about (``group.py``). Here they are given a price,
 alone or as one of a coalesced region, and run on the host or on a device.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,15 +20,14 @@ from mics.cost.clusters import Cluster
 from mics.cost.collectives import FREE, Cost, Kind, Span
 from mics.emulator.fabric import EmulatedCall, Fabric
 from mics.utils.emulated_backend import NAME
+from mics.utils.python_group import PythonGroup
 
-_ProcessGroup: Any = dist.ProcessGroup  # its annotations list every form of every call
 
-
-class ChargedGroup(_ProcessGroup):  # type: ignore[misc]
-    """What torch asks of every group, and how a call is charged."""
+class ChargedGroup(PythonGroup):
+    """How a call is charged."""
 
     def __init__(self, fabric: Fabric, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
-        super().__init__(rank, len(ranks))
+        super().__init__(NAME, rank, len(ranks), timeout)
         self.fabric = fabric
         self._ranks = list(ranks)
         self._span = Span.of(fabric.cluster, ranks)
@@ -38,55 +36,21 @@ class ChargedGroup(_ProcessGroup):  # type: ignore[misc]
         self._stream: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._gathering: list[_Pending] | None = None  # calls of a coalesced region
-        self.options = SimpleNamespace(_timeout=timeout)
-        self.supports_splitting = False
-        self.supports_coalescing = True
-        self.bound_device_id = None
 
     @property
     def imagined_cluster(self) -> Cluster:
         """What ``World.imagined`` finds: this process plays all of it."""
         return self.fabric.cluster
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return NAME
-
-    def name(self) -> str:
-        return NAME
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
-
-    def _get_backend(self, device: torch.device) -> ChargedGroup:
-        return self
 
     def shutdown(self) -> None:
         """Let the thread end; nothing else is open."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-
-    def abort(self) -> None:
-        """Nothing is open."""
 
     # -- charging ---------------------------------------------------------------------------------
 
