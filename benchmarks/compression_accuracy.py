@@ -274,7 +274,7 @@ class Study:
 
     def run_all(self) -> None:
         args = self._args
-        [figures] = dist_object(json.loads(args.json.read_text()) if self._rank == 0 else None)
+        figures = of_first_rank(json.loads(args.json.read_text()) if self._rank == 0 else None)
         done = {(each["model"], each["setting"], each["seed"]) for each in figures["runs"]}
         wanted = [
             Run(model=model, setting=setting, seed=seed)
@@ -490,11 +490,11 @@ class Training:
 # -- helpers ---------------------------------------------------------------------------------------------
 
 
-def dist_object(found: Any) -> list[Any]:
-    """The first rank's, on all."""
+def of_first_rank(found: Any) -> Any:
+    """What the first rank has found, on all."""
     objects = [found]
     dist.broadcast_object_list(objects, src=0)
-    return objects
+    return objects[0]
 
 
 def text_of(args: argparse.Namespace) -> bytes:
