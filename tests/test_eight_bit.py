@@ -242,15 +242,15 @@ def test_refused(library: str, kind: str, options: dict[str, Any], problem: str)
 # ---------------------------------------------------------------------------------------------
 
 
-def _on_gpu(library: str | None, partition_size: int) -> tuple[list[float], set[torch.dtype], set[str]]:
-    """Losses of ten steps on one batch; dtypes and devices of the optimizer's state. None: Adam of torch."""
+def _on_gpu(library: str, partition_size: int | None) -> tuple[list[float], set[torch.dtype], set[str]]:
+    """Losses of ten steps on one batch; dtypes and devices of the optimizer's state. None: without mics."""
     torch.cuda.set_device(0)
     torch.manual_seed(0)
-    model = mics.shard(Wide().cuda(), partition_size=partition_size)
-    if library is None:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    else:
-        optimizer = make(library, model)
+    model: nn.Module = Wide().cuda()
+    if partition_size is not None:
+        precision = mics.Precision(param_dtype=torch.float32)
+        mics.shard(model, partition_size=partition_size, precision=precision)
+    optimizer = make(library, model)
     given = [each.cuda() for each in batch(0, 0, 0)]
     losses = []
     for _ in range(10):
@@ -266,15 +266,17 @@ def _on_gpu(library: str | None, partition_size: int) -> tuple[list[float], set[
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_beside_adam_under_nccl(library: str) -> None:
-    """State in 8 bits on the device, in shards of ranks; losses near those of Adam with float32 state."""
+def test_as_without_mics_under_nccl(library: str) -> None:
+    """State in 8 bits on the device, in shards of ranks; losses of one process with the same kernels.
+
+    Not those of another optimizer: bitsandbytes' kernels for GPUs train this model otherwise than its CPU's.
+    """
     pytest.importorskip(library)
+    ((plain, _, _),) = run_ranks(1, _on_gpu, library, None, backend="nccl")
+    assert plain[-1] < 0.2 * plain[0]
     for partition_size in (1, 2):
-        narrow = run_ranks(2, _on_gpu, library, partition_size, backend="nccl")
-        wide = run_ranks(2, _on_gpu, None, partition_size, backend="nccl")
-        for (losses, _, devices), (plain, dtypes, _) in zip(narrow, wide, strict=True):
-            # On a CPU they differ by up to 0.004 of the first loss.
-            assert plain[-1] < 0.5 * plain[0] and losses == pytest.approx(plain, abs=0.02 * plain[0])
-            assert losses != plain and torch.uint8 not in dtypes
+        found = run_ranks(2, _on_gpu, library, partition_size, backend="nccl")
+        for losses, _, devices in found:
+            assert losses == pytest.approx(plain, rel=1e-3)
             assert devices == {"cuda"}
-        assert any(torch.uint8 in dtypes for _, dtypes, _ in narrow)
+        assert any(torch.uint8 in dtypes for _, dtypes, _ in found)
