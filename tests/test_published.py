@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.published import ablations, command, page, pictures, trillion
 from benchmarks.published.command import Published, main
-from benchmarks.published.emulate import Job, jobs_of, layers_of, measure, measured_of
+from benchmarks.published.emulate import Job, Measured, jobs_of, layers_of, measure, measured_of
 from benchmarks.published.planned import fits
 from benchmarks.published.predict import PeerAtBest, Range, peers_at_best, predict_row, usual_point
 from benchmarks.published.results import RESULTS, Result, error_of, measured_today, newest, read, write
@@ -333,6 +334,36 @@ def test_a_command_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     assert again.step_seconds == 2.0
     assert replace(_result("gpt-100b"), measured=known).emulated(row) is None
     assert theirs.point.cluster == "p4d.24xlarge:16"
+
+
+def test_a_second_run_of_a_day_keeps_what_the_first_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers come last. A run that is broken off before them leaves those of the run before."""
+    peer = PeerAtBest(
+        system="hsdp", step_seconds=2.0, partition_size=8, micro_batch=4, accumulation=2, activations="kept"
+    )
+    monkeypatch.setattr(command, "peers_at_best", lambda row: (peer,))
+    monkeypatch.setattr(command, "predict_row", lambda row: None)
+
+    def measured(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:
+        row = {"error": None, "step_seconds": [1.0, 0.9, 1.1], "outcomes": []}
+        words = [shlex.join(["mics", "bench", *job.arguments(folder)]).partition(" --out ")[0] for job in jobs]
+        return [measured_of(job, row, said) for job, said in zip(jobs, words, strict=True)]
+
+    def broken_off(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:
+        if any(job.role == "peer" for job in jobs):
+            raise KeyboardInterrupt
+        return measured(jobs, folder)
+
+    config = Published(results=tmp_path)
+    monkeypatch.setattr(command, "measure", measured)
+    whole = command.repeat("gpt-175b", config).measured
+    assert [each.role for each in whole].count("peer") == 1 < len(whole)
+    monkeypatch.setattr(command, "measure", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        command.repeat("gpt-175b", config)
+    assert measured_today("gpt-175b", tmp_path) == whole
 
 
 def test_the_whole_trillion_is_in_its_row() -> None:

@@ -15,7 +15,7 @@ import torch
 import tyro
 from benchmarks.published import page
 from benchmarks.published.dated import hardware
-from benchmarks.published.emulate import jobs_of, measure
+from benchmarks.published.emulate import jobs_of, measure, those_of
 from benchmarks.published.predict import peers_at_best, predict_row
 from benchmarks.published.results import RESULTS, Result, measured_today, write
 from benchmarks.published.rows import EXPERIMENTS, rows_of
@@ -111,11 +111,13 @@ def repeat(experiment: str, config: Published) -> Result:
         return replace(found, seconds=time.perf_counter() - began)
     # Peers last: their smallest micro-batches take longest, and what is measured before is kept.
     jobs = [job for row in rows for job in jobs_of(row)]
-    for every in (jobs, [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]):
-        measured = measure(every, config.out / experiment, measured_today(experiment, config.results))
+    and_peers = [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]
+    known = measured_today(experiment, config.results)
+    for every in (jobs, and_peers):
+        known = (*measure(every, config.out / experiment, known), *known)
         found = replace(
             found,
-            measured=tuple(measured),
+            measured=tuple(those_of(and_peers, known)),
             versions=f"{versions}, {hardware()}",
             seconds=time.perf_counter() - began,
         )

@@ -169,6 +169,13 @@ def measure(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -
     ]
 
 
+def those_of(jobs: Sequence[Job], known: Sequence[Measured]) -> Iterator[Measured]:
+    """What is known of each, the first where there are several."""
+    for job in jobs:
+        wanted = job.key, job.role, _command(job, Path())
+        yield from [each for each in known if (each.key, each.role, each.command) == wanted][:1]
+
+
 def _measure_all(jobs: Sequence[Job], folder: Path) -> Iterator[Measured]:
     from mics.bench.command import bench_together
 
