@@ -30,6 +30,7 @@ class Style:
     host_seconds: float = 0.0  # for each of them, nothing else going on
     keeps_parameters: bool = False  # whole on every rank: nothing is gathered until the step has new ones
     buckets: bool = False  # small units wait until there are as many elements as in the largest
+    joins_owners: bool = False  # hop 1 is an all-reduce, of which each rank takes its part
     blocking_copies: bool = False  # to the host and back, in the way of the computation
 
 
@@ -79,7 +80,7 @@ class Issuer:
                 if last and self.style.hides_boundary:
                     done = self._hop2(unit, done)
                 reduced.append(done)
-                if not self.style.overlaps:
+                if not self.style.overlaps or (self.style.buckets and index == 0):  # the last bucket
                     self.computed.append(self.program.compute("wait", 0.0, [done]))
         self.refreshed = {}
         if last:
@@ -131,8 +132,9 @@ class Issuer:
         share = self.setting.shares_of(wire_nbytes).reduce
         nbytes = wire_nbytes * self.in_bucket / self.style.num_pieces
         self.in_bucket = 0
+        kind = Kind.ALL_REDUCE if self.style.joins_owners else Kind.REDUCE_SCATTER
         for _ in range(self.style.num_pieces):
-            for stage in self.costs.moves(Kind.REDUCE_SCATTER, nbytes, share):
+            for stage in self.costs.moves(kind, nbytes, share):
                 done = self._transfer(f"reduce {stage.link}", f"reduce {unit.name}", stage, [done])
         return done
 

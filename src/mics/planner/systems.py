@@ -141,8 +141,10 @@ _MICS: Final = Style(keeps_around_turn=True, spreads_masters=True, hides_boundar
 _FSDP: Final = Style(hides_boundary=True, copies=True, blocking_copies=True)
 _LATE: Final = Style(copies=True)
 _ZERO3: Final = replace(_LATE, blocking_copies=True)
-_ZERO2: Final = Style(copies=True, blocking_copies=True, keeps_parameters=True, buckets=True)
-_ZERO2_LATE: Final = replace(_ZERO2, overlaps=False)
+_ZERO2: Final = Style(
+    copies=True, blocking_copies=True, keeps_parameters=True, buckets=True, joins_owners=True
+)
+_ZERO2_LATE: Final = replace(_ZERO2, overlaps=False, joins_owners=False)
 _MICS_SHORT: Final = replace(_MICS, hop_1_nbytes=2)
 _MEGATRON: Final = Style(hides_boundary=True, hop_1_nbytes=2, blocking_copies=True)
 _ONE_BY_ONE: Final = Style(
@@ -211,7 +213,7 @@ _ALL: Final = (
     ),
     SimulatedSystem(
         name="zero2",
-        about="DeepSpeed's ZeRO-2: parameters whole, gradients reduced in every micro-step",
+        about="DeepSpeed's ZeRO-2: parameters whole, buckets of gradients all-reduced in every micro-step",
         style=_ZERO2,
         terms=zero2_terms,
         over_the_world=True,
@@ -220,7 +222,7 @@ _ALL: Final = (
     ),
     SimulatedSystem(
         name="zero2-before",
-        about="DeepSpeed's ZeRO-2 of 2021: without overlap_comm, which was not its default",
+        about="DeepSpeed's ZeRO-2 of 2021: each bucket reduced to its owners, without overlap_comm",
         style=_ZERO2_LATE,
         terms=zero2_terms,
         over_the_world=True,
