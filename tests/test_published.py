@@ -348,7 +348,8 @@ def test_a_second_run_of_a_day_keeps_what_the_first_measured(
 
     def measured(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:
         row = {"error": None, "step_seconds": [1.0, 0.9, 1.1], "outcomes": []}
-        words = [shlex.join(["mics", "bench", *job.arguments(folder)]).partition(" --out ")[0] for job in jobs]
+        calls = [shlex.join(["mics", "bench", *job.arguments(folder)]) for job in jobs]
+        words = [call.partition(" --out ")[0] for call in calls]
         return [measured_of(job, row, said) for job, said in zip(jobs, words, strict=True)]
 
     def broken_off(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:

@@ -96,10 +96,10 @@ def peers_table(result: Result | None) -> Iterator[str]:
         cells = [_seconds(peer.step_seconds), _times(peer.step_seconds, our_seconds)]
         if found is None:
             cells += [NOT_RUN, ""]
-        elif found.step_seconds is None:
-            cells += [f"did not run: {found.error}", ""]
         elif found.host_bound:
             cells += [HOST_BOUND, ""]
+        elif found.step_seconds is None:
+            cells += [f"did not run: {found.error}", ""]
         else:
             cells += [_seconds(found.step_seconds), _times(found.step_seconds, here)]
         yield f"| {name} | {_setting(peer)} | {' | '.join(cells)} |"

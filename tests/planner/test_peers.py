@@ -101,9 +101,7 @@ def test_zero2_reduces_in_every_micro_step_and_gathers_once() -> None:
 
 def test_zero2_waits_for_its_reductions_in_every_micro_step() -> None:
     """Where a micro-step computes for less than they take, more micro-steps take longer by what they take."""
-    few, many = (
-        predict(_setting(nodes=16, accumulation=count), "zero2").step_seconds for count in (4, 32)
-    )
+    few, many = (predict(_setting(nodes=16, accumulation=count), "zero2").step_seconds for count in (4, 32))
     setting = _setting(nodes=16, accumulation=1)
     ring = (127 / 128) * 4 * setting.model.num_parameters / setting.cluster.inter.bandwidth
     assert (many - few) / 28 > 2 * ring
