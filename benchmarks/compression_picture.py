@@ -104,6 +104,7 @@ def draw(file: Path, figures: Mapping[str, Any], theme: Theme) -> None:
     models = list(dict.fromkeys(run["model"] for run in _by_model(figures["runs"])))
     config = figures["config"]
     num_seeds = len({run["seed"] for run in figures["runs"]})
+    hollow = any(run["setting"].endswith(_WITHOUT) for run in figures["runs"])
     with picture(
         file,
         height=10.4,
@@ -112,7 +113,8 @@ def draw(file: Path, figures: Mapping[str, Any], theme: Theme) -> None:
             f"{config['parameters'] / 1e6:.1f} M parameters, {config['shape']['steps']:,} steps, "
             f"{config['ranks']} ranks in partition groups of {config['partition_size']} over nodes of "
             f"{config['ranks_per_node']}, means of {plural(num_seeds, 'seed')}. "
-            "Thick: float32; shaded: its seeds. Colours as below; dashed and hollow: without error feedback."
+            "Thick: float32; shaded: its seeds. Colours as below"
+            f"{'; dashed and hollow: without error feedback' if hollow else ''}."
         ),
         theme=theme,
     ) as figure:
