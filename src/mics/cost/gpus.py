@@ -36,6 +36,7 @@ class Gpu:
     """Of the data sheet's bandwidth, by a kernel that reads and writes."""
     formats: tuple[str, ...] = ("bfloat16", "float16")
     """16-bit formats that its matrix units multiply, the usual one first."""
+    float8: bool = False
 
     def matrix_flops(self, width: int) -> float:
         """A second, of matrices whose narrowest side is ``width``."""
@@ -115,6 +116,7 @@ _ALL: Final = (
         matrix_share=0.72,
         attention_share=0.37,
         memory_share=0.92,
+        float8=True,
     ),
 )
 GPUS: Final[Mapping[str, Gpu]] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
@@ -129,3 +131,8 @@ def find_gpu(name: str, of_cluster: str) -> Gpu:
 def formats_of(gpu: str) -> tuple[str, ...]:
     """16-bit formats of a GPU, the usual one first: ``("float16",)`` needs a GradScaler. Unknown: both."""
     return GPUS[gpu].formats if gpu in GPUS else ("bfloat16", "float16")
+
+
+def has_float8(gpu: str) -> bool:
+    """Whether its matrix units multiply float8. Unknown: yes."""
+    return gpu not in GPUS or GPUS[gpu].float8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
-from mics.cost.shapes import ModelShape
+from mics.cost.shapes import ModelShape, UnitShape
 from mics.layout.flat import BLOCK_NUMEL, alignment_of, round_up
 from mics.layout.homes import Change, Recorded, aligned, plan_homes, plan_segments
 from mics.layout.order import NO_BATCHING, Batching, Prefetch, make_plan
@@ -274,9 +274,13 @@ class _SavedBytes:
         )
 
 
+def _gathered_nbytes(unit: UnitShape, division: Division) -> int:
+    return replace(unit, numel=padded(unit.numel, division)).gathered_nbytes(division.param_nbytes)
+
+
 def _gathered(model: ModelShape, division: Division) -> tuple[float, int]:
     """Bytes of gathered units: the most at once, and what the backward begins with."""
-    sizes = [padded(unit.numel, division) * division.param_nbytes for unit in model.without_repeats]
+    sizes = [_gathered_nbytes(unit, division) for unit in model.without_repeats]
     shapes = list(zip(model.without_repeats, sizes, strict=True))
     chain = [(unit, nbytes) for unit, nbytes in shapes if not unit.is_held]
     held = tuple(nbytes for unit, nbytes in shapes if unit.is_held)
@@ -287,29 +291,38 @@ def _gathered(model: ModelShape, division: Division) -> tuple[float, int]:
     sizes_of_chain = tuple(nbytes for _, nbytes in chain)
     arena: float = homes(sizes_of_chain, lookups, division.prefetch, held, frees=division.low_memory)
     if division.stay_nbytes:  # at homes of their own
-        total = sum(padded(unit.numel, division) for unit in model.units if unit.numel)
-        arena = min(arena + division.stay_nbytes, float(total * division.param_nbytes))
+        total = sum(_gathered_nbytes(unit, division) for unit in model.units if unit.numel)
+        arena = min(arena + division.stay_nbytes, float(total))
     return arena, first_back
 
 
-def _compressed(division: Division, total: int, largest: int) -> dict[str, float]:
-    """What fewer bytes take, of all elements and of those of the largest unit."""
+def _param_nbytes(units: Sequence[UnitShape], division: Division) -> int:
+    """Bytes of what is gathered, of a group. Gathers cast to 16 bits on the way, not to float8."""
+    if division.casts_masters:
+        return sum(unit.float8_numel for unit in units)
+    return sum(_gathered_nbytes(unit, division) for unit in units)
+
+
+def _compressed(units: Sequence[UnitShape], division: Division) -> dict[str, float]:
+    """What fewer bytes take."""
+    numels = [padded(unit.numel, division) for unit in units]
     found = {}
     if division.keeps_errors and division.num_replicas > 1:
-        found["lost in rounding"] = total * _ERROR / division.partition_size
+        found["lost in rounding"] = sum(numels) * _ERROR / division.partition_size
     if division.staged_nbytes:
-        found["wire"] = largest * division.staged_nbytes
+        found["wire"] = max(numels) * division.staged_nbytes
     if division.move_nbytes:
-        found["moves"] = division.move_nbytes * _num_moved(division, total, largest)
+        moved = [numel - unit.float8_numel for numel, unit in zip(numels, units, strict=True)]
+        found["moves"] = division.move_nbytes * _num_moved(division, moved)
     return found
 
 
-def _num_moved(division: Division, total: int, largest: int) -> float:
+def _num_moved(division: Division, numels: Sequence[int]) -> float:
     """Elements with memory for their moves: this rank's own, and those of two units from all members."""
-    p = division.partition_size
+    p, total, largest = division.partition_size, sum(numels), max(numels)
     if division.num_replicas > 1:
         return total / (p * division.num_replicas) + NUM_RECEIVED * largest / p
-    stay = division.stay_nbytes / division.param_nbytes
+    stay = min(division.stay_nbytes / division.param_nbytes, total)
     return stay / p + NUM_RECEIVED * min(stay, largest)
 
 
@@ -323,7 +336,8 @@ def memory_terms(
 ) -> Terms:
     """Of a rank that works on ``tokens`` at a time, in several micro-steps a step if it ``accumulates``."""
     p, param = division.partition_size, division.param_nbytes
-    numels = [padded(unit.numel, division) for unit in model.units if unit.numel]
+    units = [unit for unit in model.units if unit.numel]
+    numels = [padded(unit.numel, division) for unit in units]
     total, largest = sum(numels), max(numels)
     tiny = max((numel for numel in numels if numel * TINY_SHARE < largest), default=0)
     reduced = division.num_reduce_buffers * division.reduce_nbytes * (largest + tiny)
@@ -333,7 +347,7 @@ def memory_terms(
     masters = MASTER_NBYTES if param < _WIDE else 0  # bytes of an element
     stays = 0 if division.state_on_host else 1
     between = {
-        "parameters": 0.0 if division.casts_masters else total * param / p,
+        "parameters": _param_nbytes(units, division) / p,
         "gradients": total * _WIDE / p,
         "masters": stays * total * masters / division.num_owners,
         "optimizer state": stays * total * division.state_nbytes / division.num_owners,
@@ -342,7 +356,7 @@ def memory_terms(
         "activations": saved.blocks + saved.outside,
         "logits or workspace": float(largest * param),
     }
-    between |= _compressed(division, total, largest)
+    between |= _compressed(units, division)
     # At its widest part: what the block saves if that is recomputed, the gradients of that part (half of
     # what is saved) for what it has used up (a quarter), and the full gradients of a matrix.
     in_block = between | {"logits or workspace": again + saved.in_block / 4 + largest * param / 3}

@@ -126,7 +126,7 @@ class Setting:
         return two_stages_pay(
             self.cluster,
             self.partition,
-            gathered=numel * self.param_nbytes,
+            gathered=max(unit.gathered_nbytes(self.param_nbytes) for unit in self.model.units),
             reduced=numel * self.wire_nbytes,
             shares=self.shares,
         )
@@ -159,7 +159,7 @@ class Setting:
     @property
     def staying_share(self) -> float:
         """Of the parameters."""
-        return self.stay_nbytes / (self.param_nbytes * sum(unit.numel for unit in self.model.units))
+        return self.stay_nbytes / sum(unit.gathered_nbytes(self.param_nbytes) for unit in self.model.units)
 
     def _micro_step(self, shapes: Sequence[UnitShape]) -> MicroStep:
         units = dict(enumerate(shapes))
@@ -170,7 +170,7 @@ class Setting:
             span=self.partition,
             two_stage=self.two_stage,
             order=[*units, *backward],
-            sizes={index: unit.numel * self.param_nbytes for index, unit in units.items()},
+            sizes={index: unit.gathered_nbytes(self.param_nbytes) for index, unit in units.items()},
             numels={index: unit.numel for index, unit in units.items()},
             rows=self.tokens,
             shares=self.shares,

@@ -42,6 +42,17 @@ class UnitShape:
     """Attention scores of a token: they pass through memory where attention is not fused."""
     is_held: bool = False
     """It belongs to a module around others (tied weights), and is gathered as long as they are at work."""
+    in_float8: bool = False
+    """Its matrices are gathered in float8."""
+
+    @property
+    def float8_numel(self) -> int:
+        """Elements that take one byte on the wire, and never go as moves."""
+        return min(self.numel, int(self.matrix_flops / 2)) if self.in_float8 else 0
+
+    def gathered_nbytes(self, param_nbytes: int) -> int:
+        """Of the whole unit, whose other elements take ``param_nbytes``."""
+        return param_nbytes * self.numel - (param_nbytes - 1) * self.float8_numel
 
     @property
     def flops(self) -> float:
@@ -89,6 +100,13 @@ class ModelShape:
             left -= unit.kind == "block"
             if unit.kind != "block" or left >= 0:
                 units.append(unit)
+        return replace(self, units=tuple(units))
+
+    def with_float8(self, is_on: bool) -> ModelShape:
+        """The same with the matrices of blocks gathered in float8, or none."""
+        if is_on == any(unit.in_float8 for unit in self.units):
+            return self
+        units = (replace(unit, in_float8=is_on and unit.kind == "block") for unit in self.units)
         return replace(self, units=tuple(units))
 
     def split(self, parts: int) -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mics.cost.setting import Setting
@@ -31,21 +32,34 @@ def step_bytes(setting: Setting, *, param_nbytes: int) -> StepBytes:
     p, replicas = setting.partition_size, setting.num_replicas
     units = [unit for unit in setting.model.units if unit.numel]
     forward = sum(unit.numel for unit in units)
-    # The backward of a lookup needs no weights. What is used at a turn is unsharded once: the last unit of a
-    # forward, and between the micro-steps of a step the last unit of a backward.
-    backward = [unit.numel for unit in units if unit.kind != "embedding"]
-    gathered = setting.accumulation * (forward + sum(backward[:-1]))
-    gathered -= (setting.accumulation - 1) * sum(backward[:1])
+    in_float8 = sum(unit.float8_numel for unit in units)
+    gathered_in_float8 = _gathered(setting, [unit.float8_numel for unit in units])
+    gathered = _gathered(setting, [unit.numel for unit in units]) - gathered_in_float8
     between = (replicas - 1) / replicas
     shard = forward / p
     hop_2 = hop_2_nbytes(setting.compression, setting.wire_nbytes, whole=not setting.over_replicas)
     shares = Shares.of(setting.compression, param_nbytes=param_nbytes, wire_nbytes=setting.wire_nbytes)
+    fresh = setting.refresh_nbytes(param_nbytes) * (forward - in_float8) + in_float8
     return StepBytes(
-        gathers=_chunks(setting, shares.gather) / p * gathered * param_nbytes,
+        gathers=(
+            _chunks(setting, shares.gather) * gathered * param_nbytes
+            + _chunks(setting, 1) * gathered_in_float8
+        )
+        / p,
         hop_1=setting.accumulation * _chunks(setting, shares.reduce) / p * forward * setting.wire_nbytes,
         hop_2=between * shard * hop_2,
-        refresh=between * shard * setting.refresh_nbytes(param_nbytes) if setting.over_replicas else 0.0,
+        refresh=between * fresh / p if setting.over_replicas else 0.0,
     )
+
+
+def _gathered(setting: Setting, numels: Sequence[int]) -> int:
+    """Elements of a step, of those that each unit with parameters has."""
+    units = [unit for unit in setting.model.units if unit.numel]
+    # The backward of a lookup needs no weights. What is used at a turn is unsharded once: the last unit of a
+    # forward, and between the micro-steps of a step the last unit of a backward.
+    backward = [numel for unit, numel in zip(units, numels, strict=True) if unit.kind != "embedding"]
+    found = setting.accumulation * (sum(numels) + sum(backward[:-1]))
+    return found - (setting.accumulation - 1) * sum(backward[:1])
 
 
 def _chunks(setting: Setting, share: float) -> float:

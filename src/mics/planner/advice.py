@@ -16,6 +16,7 @@ from mics.utils.numbers import plural
 
 _WIDTH: Final = 80
 _PARTS: Final = "[part for b in model.blocks for part in (b.attention, b.up, b.down)]"
+_FLOAT8_MODULES: Final = 'module_filter_fn=lambda _, name: "head" not in name'
 _OTHER_MODELS: Final = "# of mics.models.GPT; in other models: a block's attention, its MLP's matrices"
 
 
@@ -32,10 +33,16 @@ def advice(choice: Choice) -> str:
     is_narrow = setting.state_nbytes < ADAM_NBYTES
     if is_narrow:
         lines.append("from torchao.optim import AdamW8bit  # or from bitsandbytes.optim")
+    if _in_float8(setting):
+        lines.append("from torchao.float8 import Float8LinearConfig, convert_to_float8_training")
     lines += ["", "import mics"]
     if setting.activations.checkpoint and setting.model.parts > 1:
         lines.append("from mics.models.gpt import Block  # or your model's class of blocks")
-    lines += ["", *_call("mics.shard", ["model", *_arguments(setting)])]
+    lines.append("")
+    if _in_float8(setting):
+        lines.append("config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)")
+        lines += _call("convert_to_float8_training", ["model", "config=config", _FLOAT8_MODULES])
+    lines += _call("mics.shard", ["model", *_arguments(setting)])
     lines.append(f"optimizer = {'AdamW8bit' if is_narrow else 'torch.optim.AdamW'}(model.parameters())")
     if scales:
         gpu = setting.cluster.gpu.upper()
@@ -88,6 +95,10 @@ def _arguments(setting: Setting) -> list[str]:
     if setting.prefetch is not None:
         found.append(f"prefetch={setting.prefetch}")
     return found
+
+
+def _in_float8(setting: Setting) -> bool:
+    return any(unit.in_float8 for unit in setting.model.units)
 
 
 def _precision(setting: Setting) -> list[str]:

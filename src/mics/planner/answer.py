@@ -266,6 +266,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "optimizer_sharding": "world" if setting.over_replicas else "partition",
         "optimizer_state": "host" if setting.state_on_host else "device",
         "compression": asdict(setting.compression),
+        "float8": any(unit.in_float8 for unit in setting.model.units),
         "two_stage": setting.two_stage,
         "prefetch": setting.depth,
         "units_of_a_block": setting.model.parts,

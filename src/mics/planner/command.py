@@ -16,7 +16,7 @@ from rich.console import Console
 
 from mics.cost.clusters import PRESETS, Cluster, assumed_between_nodes
 from mics.cost.constants import Kernels
-from mics.cost.gpus import formats_of
+from mics.cost.gpus import formats_of, has_float8
 from mics.cost.memory import ADAM_8BIT_NBYTES, ADAM_NBYTES
 from mics.cost.modules import find_model
 from mics.cost.shapes import NAMES, ModelShape
@@ -106,6 +106,9 @@ class PlanConfig:
     """Round parameters that a partition group sends from node to node."""
     inter_reduce: Literal["int8"] | None = None
     """Round gradients that a partition group sends from node to node."""
+    float8: bool = False
+    """Matrices of blocks are torchao's Float8Linear and gathered in float8; they compute as in
+    bfloat16 here."""
     kernels: Kernels = "current"
     """Whose kernels compute. 2022: unfused attention and slower matrices, as in the published results."""
     memory_gib: float | None = None
@@ -151,6 +154,15 @@ class PlanConfig:
             raise SettingsError(
                 f"--optimizer-state: expected device with --optimizer {self.optimizer}, found host; leave "
                 "one of them out"
+            )
+        if self.float8 and self.optimizer_state == "host":
+            raise SettingsError(
+                "--optimizer-state: expected device with --float8, found host; leave one of them out"
+            )
+        if self.output.write is not None and self.float8:
+            raise SettingsError(
+                "--write: expected a model that mics train builds, found --float8, for which your program "
+                "converts it; leave --write out"
             )
         if self.output.write is not None and self.optimizer != "adamw":
             raise SettingsError(
@@ -198,6 +210,7 @@ def plan(args: Sequence[str]) -> int:
         if config.output.html is not None:
             require("plot", "--html")
         model, cluster = find_model(config.model, seq_len=config.seq), planned_cluster(config.cluster)
+        model = model.with_float8(config.float8)
         _check_sizes(config, model, cluster)
         _check_formats(config, cluster)
         _say_what_is_assumed(config, cluster)
@@ -222,6 +235,8 @@ def plan(args: Sequence[str]) -> int:
 
 def _say_what_is_assumed(config: PlanConfig, cluster: Cluster) -> None:
     """On stderr: it stands beside a report in JSON too."""
+    if config.float8:
+        print("mics plan: --float8: matrices are taken to multiply as fast as in bfloat16", file=sys.stderr)
     most = max(config.nodes, default=cluster.num_nodes)
     assumed = assumed_between_nodes(config.cluster, num_nodes=most)
     if assumed:
@@ -238,7 +253,13 @@ def _check_sizes(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Non
 
 
 def _check_formats(config: PlanConfig, cluster: Cluster) -> None:
-    """Raise if gradients are to be sent in a format other than the one that the GPUs train in."""
+    """Raise if the GPUs have no float8, or train in another format than gradients are to be sent in."""
+    if config.float8 and not has_float8(cluster.gpu):
+        gpu = cluster.gpu.partition("-")[0].upper() or "GPU"
+        raise SettingsError(
+            f"--float8: expected GPUs of compute capability 8.9 or more, found {cluster.name}, whose {gpu} "
+            "has no float8; leave it out"
+        )
     usual = {"bfloat16": "bf16", "float16": "fp16"}[formats_of(cluster.gpu)[0]]
     if config.reduce_dtype not in ("fp32", usual):
         why = "has no bfloat16" if usual == "fp16" else "trains in bfloat16"

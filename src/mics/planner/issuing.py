@@ -47,7 +47,7 @@ class Issuer:
         self.kept: set[int] = set()
         self.staying = staying_units(
             [index for index, unit in enumerate(self.units) if unit.numel],
-            {index: setting.param_nbytes * unit.numel for index, unit in enumerate(self.units)},
+            {index: unit.gathered_nbytes(setting.param_nbytes) for index, unit in enumerate(self.units)},
             setting.stay_nbytes if style.keeps_around_turn else 0,
         )
         self.alone = setting.partition_size == 1
@@ -110,8 +110,9 @@ class Issuer:
             if style.host_seconds:
                 window = self.program.compute("host", style.host_seconds)
             after = [window, self.refreshed.get(index)]
-            nbytes = self.setting.param_nbytes * unit.numel / style.num_pieces
-            for stage in self.costs.moves(Kind.ALL_GATHER, nbytes, self.setting.shares.gather):
+            nbytes = unit.gathered_nbytes(self.setting.param_nbytes) / style.num_pieces
+            share = 1.0 if unit.in_float8 else self.setting.shares.gather
+            for stage in self.costs.moves(Kind.ALL_GATHER, nbytes, share):
                 found = self._transfer(f"gather {stage.link}", f"gather {unit.name}", stage, [*after, found])
         return found
 
@@ -174,7 +175,8 @@ class Issuer:
         for index, unit in enumerate(self.units):
             self._refresh(index, unit, update)
         for index in sorted(self.staying) if setting.moves_old else ():
-            self._move_old(index, update)
+            if not self.units[index].in_float8:  # gathered again
+                self._move_old(index, update)
 
     def _update_from_host(self, after: Sequence[Task], owners: int) -> None:
         """Unit by unit: its state comes from the host, and goes back while the next is updated."""

@@ -29,13 +29,14 @@ def fsdp_terms(setting: Setting) -> Terms:
     """FSDP2 over the partition group. With replicas (HSDP) each has all of it."""
     p, model = setting.partition_size, setting.model
     total = model.num_parameters
-    chain = [unit.numel for unit in model.units if unit.numel and not unit.is_held]
-    held = sum(unit.numel for unit in model.units if unit.is_held)
+    gathered = [(unit, unit.gathered_nbytes(_PARAM)) for unit in model.units if unit.numel]
+    chain = [nbytes for unit, nbytes in gathered if not unit.is_held]
+    held = sum(nbytes for unit, nbytes in gathered if unit.is_held)
     in_turn, at_loss, buffers = 0.0, 0.0, 0.0
     if p > 1:
         # The unit at work, and the buffer of the next one. The backward begins with the last.
-        in_turn = _PARAM * (held + max(sum(pair) for pair in pairwise([0, *chain])))
-        at_loss = _PARAM * (held + chain[-1])
+        in_turn = held + max(sum(pair) for pair in pairwise([0, *chain]))
+        at_loss = held + chain[-1]
         buffers = setting.wire_nbytes * model.largest_numel * (1 + 1 / p)
     return _with(
         setting,

@@ -80,10 +80,11 @@ class StepCosts:
         return self._hop_2[key]
 
     def refresh(self, unit: UnitShape) -> Stage:
-        """A unit's new parameters across replicas."""
-        setting, numel = self._setting, unit.numel / self._setting.partition_size
+        """A unit's new parameters across replicas. What is in float8 goes as it is."""
+        setting, p = self._setting, self._setting.partition_size
+        numel = (unit.numel - unit.float8_numel) / p
         kind = Kind.ALL_TO_ALL if self._exchanges else Kind.ALL_GATHER
-        nbytes = setting.refresh_nbytes(setting.param_nbytes) * numel
+        nbytes = setting.refresh_nbytes(setting.param_nbytes) * numel + unit.float8_numel / p
         stage = Stage(cost=cost(setting.cluster, kind, setting.replication, int(nbytes)))
         if not setting.sends_moves:
             return stage

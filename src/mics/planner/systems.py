@@ -117,6 +117,7 @@ class SimulatedSystem:
     style: Style
     terms: Callable[[Setting], Terms]
     """What a setting needs, by its own division of the memory."""
+    float8: bool = False  # it can gather matrices so
     over_the_world: bool = False  # one partition group, whatever was asked for
     flat: bool = False  # one ring, also over several nodes
     prefetch: int | None = None  # None: as mics decides it
@@ -125,6 +126,7 @@ class SimulatedSystem:
         """What it would make of a setting."""
         return replace(
             setting,
+            model=setting.model if self.float8 else setting.model.with_float8(False),
             partition_size=setting.cluster.world_size if self.over_the_world else setting.partition_size,
             hierarchical=setting.hierarchical and not self.flat,
             prefetch=setting.prefetch if self.prefetch is None else self.prefetch,
@@ -155,12 +157,13 @@ _ONE_BY_ONE: Final = Style(
     blocking_copies=True,
 )
 _ALL: Final = (
-    SimulatedSystem(name="mics", about="this library", style=_MICS, terms=Setting.need),
+    SimulatedSystem(name="mics", about="this library", style=_MICS, terms=Setting.need, float8=True),
     SimulatedSystem(
         name="mics-hop-1-bf16",
         about="this library with Precision(reduce_dtype=bfloat16)",
         style=_MICS_SHORT,
         terms=Setting.need,
+        float8=True,
     ),
     SimulatedSystem(
         name="hsdp",
@@ -169,6 +172,7 @@ _ALL: Final = (
         terms=fsdp_terms,
         flat=True,
         prefetch=1,
+        float8=True,
     ),
     SimulatedSystem(
         name="fsdp2",
@@ -178,6 +182,7 @@ _ALL: Final = (
         over_the_world=True,
         flat=True,
         prefetch=1,
+        float8=True,
     ),
     SimulatedSystem(
         name="megatron-fsdp",
