@@ -7,13 +7,13 @@ from mics.guard.tensors import (
     ShardGrad,
     ShardParameter,
     ShardTensor,
-    norms,
     pieces_in,
     plainly,
     run_plainly,
     show_guarded,
     show_plain,
 )
+from mics.guard.watched import norms
 
 __all__ = [
     "HostTensor",
