@@ -459,6 +459,38 @@ def test_nothing_is_kept_of_a_step_that_is_left_out() -> None:
             assert losses == pytest.approx(without, rel=1e-3)
 
 
+class _Beside(nn.Module):
+    """A block of 64 values is of both parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(88))
+
+    def forward(self, x: float, uses_b: bool) -> Tensor:
+        return x * self.a.sum() + (self.b.sum() if uses_b else 0)
+
+
+def _nan_beside_unused() -> bool:
+    """Whether nothing of a step that overflowed is left, and which of six steps were left out."""
+    model = mics.shard(_Beside(), partition_size=1, compression=mics.Compression(hop2="int8"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scales = []
+    for step in range(6):
+        is_bad = step == 2 and dist.get_rank() == 0
+        scaler.scale(model(float("nan") if is_bad else 0.5, uses_b=step in (0, 5))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    whole = mics.full_state_dict(model, rank0_only=False)
+    return all(value.isfinite().all() for value in whole.values()) and scales == [2.0] * 2 + [1.0] * 4
+
+
+def test_a_nan_is_not_kept_for_a_parameter_without_a_gradient() -> None:
+    assert all(run_ranks(2, _nan_beside_unused))
+
+
 def test_refuses_what_it_does_not_know() -> None:
     for field, found in [("hop2", "int3"), ("inter_gather", "int4"), ("inter_reduce", 8)]:
         with pytest.raises(mics.SettingsError, match=rf"Compression.{field}: expected .* found {found!r}"):
