@@ -117,6 +117,14 @@ class UnitGradients:
             self.settle()
             self.errors.mul_(1 - left_out.to(self.errors))
 
+    def drop_zeroed(self) -> None:
+        """Before the next gradients come: what no optimizer was shown, and is zero, was left out too."""
+        if self.state is GradState.REDUCED and not self.is_taken and self.errors is not None:
+            self.settle()
+            found = self.step_gradient()
+            if found.numel():
+                self.errors.mul_(found.ne(0).any())  # the host need not know
+
     def keep_unused(self, index: int) -> None:
         """Keep for later steps what hop 2 brought for a parameter that no rank used: what was lost before.
 
