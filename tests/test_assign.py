@@ -85,3 +85,11 @@ def test_units_outside_the_model_are_refused(unit: object) -> None:
     """Foreign modules, classes without an instance, and names are errors."""
     with pytest.raises(SettingsError, match="units: expected"):
         assign_sites(Net(), [unit])  # type: ignore[list-item]
+
+
+def test_weights_tied_across_a_list_alone_are_refused() -> None:
+    """Nobody calls a list, so nothing would gather them."""
+    blocks = nn.ModuleList([Block(), Block()])
+    blocks[1].inner.weight = blocks[0].inner.weight
+    with pytest.raises(SettingsError, match=r"0\.inner\.weight: expected .* found a ModuleList"):
+        assign_sites(blocks)

@@ -445,18 +445,52 @@ def _left_out(how: str) -> list[float]:
         (loss * 1e12 if is_huge else loss).backward()
         if how == "on the device":
             optimizer.found_inf = torch.tensor(float(is_huge))
+        else:
+            mics.clip_grad_norm_(model, 1e9)  # looks at them
         if how == "on the device" or step != 4:
             optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=how != "on the host, zeroed")
         losses.append(loss.item())
     return losses
 
 
 def test_nothing_is_kept_of_a_step_that_is_left_out() -> None:
     expected = run_ranks(2, _left_out, "never")
-    for how in ("on the host", "on the device"):
+    for how in ("on the host", "on the host, zeroed", "on the device"):
         for losses, without in zip(run_ranks(2, _left_out, how), expected, strict=True):
             assert losses == pytest.approx(without, rel=1e-3)
+
+
+class _Beside(nn.Module):
+    """A block of 64 values is of both parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(88))
+
+    def forward(self, x: float, uses_b: bool) -> Tensor:
+        return x * self.a.sum() + (self.b.sum() if uses_b else 0)
+
+
+def _nan_beside_unused() -> bool:
+    """Whether nothing of a step that overflowed is left, and which of six steps were left out."""
+    model = mics.shard(_Beside(), partition_size=1, compression=mics.Compression(hop2="int8"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scales = []
+    for step in range(6):
+        is_bad = step == 2 and dist.get_rank() == 0
+        scaler.scale(model(float("nan") if is_bad else 0.5, uses_b=step in (0, 5))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    whole = mics.full_state_dict(model, rank0_only=False)
+    return all(value.isfinite().all() for value in whole.values()) and scales == [2.0] * 2 + [1.0] * 4
+
+
+def test_a_nan_is_not_kept_for_a_parameter_without_a_gradient() -> None:
+    assert all(run_ranks(2, _nan_beside_unused))
 
 
 def test_refuses_what_it_does_not_know() -> None:

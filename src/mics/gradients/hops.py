@@ -152,6 +152,7 @@ class Hops:
         buffer, views = batch.places.take(unit.spec)
         shard = gradients.allocate()
         gradients.drop_cleared()
+        gradients.drop_zeroed()
         full = [param.grad for param in unit.whole.params]
         total = views.full if groups.reduce.size == 1 else views.shard
         laid_out = groups.reduce.lay_out(partial(_copy_to, views, full), unit.spec.label, (buffer.emptied,))

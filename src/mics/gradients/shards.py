@@ -117,13 +117,25 @@ class UnitGradients:
             self.settle()
             self.errors.mul_(1 - left_out.to(self.errors))
 
+    def drop_zeroed(self) -> None:
+        """Before the next gradients come: what no optimizer was shown, and is zero, was left out too."""
+        if self.state is GradState.REDUCED and not self.is_taken and self.errors is not None:
+            self.settle()
+            found = self.step_gradient()
+            if found.numel():
+                self.errors.mul_(found.ne(0).any())  # the host need not know
+
     def keep_unused(self, index: int) -> None:
-        """Keep for later steps what hop 2 brought for a parameter that no rank used: what was lost before."""
+        """Keep for later steps what hop 2 brought for a parameter that no rank used: what was lost before.
+
+        Of a block with a NaN that is NaN too, also for those beside it: then there is nothing to keep.
+        """
         assert self._shard is not None and self.errors is not None
         self.settle()
         share, spec = self.unit.share, self.unit.spec
         view, whole = self._views[index], torch.zeros_like(self._shard)
         share.views_of(spec, share.own_of(spec, whole))[index].copy_(view)
+        whole.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
         self._piece_of(self.errors).add_(self._piece_of(whole))
         view.zero_()
 

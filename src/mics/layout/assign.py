@@ -50,7 +50,7 @@ def assign_sites(model: nn.Module, units: Iterable[nn.Module | type[nn.Module]] 
     modules: dict[int, nn.Module] = {}
     for ref in list_params(model):
         reaching = [path for module, _ in ref.places for path in paths_to[id(module)]]
-        owner = _owner(reaching, chosen, above_units)
+        owner = _owner(ref.name, reaching, chosen, above_units)
         members.setdefault(id(owner), []).append(ref)
         modules[id(owner)] = owner
     return [
@@ -148,14 +148,22 @@ def _module_paths(model: nn.Module) -> list[tuple[nn.Module, ...]]:
     return paths
 
 
-def _owner(paths: Sequence[tuple[nn.Module, ...]], chosen: set[int], above_units: set[int]) -> nn.Module:
+def _owner(
+    name: str, paths: Sequence[tuple[nn.Module, ...]], chosen: set[int], above_units: set[int]
+) -> nn.Module:
     owners = {id(owner): owner for owner in (_owner_on(path, chosen, above_units) for path in paths)}
     if len(owners) == 1:
         return next(iter(owners.values()))
     columns = zip(*paths, strict=False)
     shared: list[nn.Module] = [column[0] for column in columns if len({id(module) for module in column}) == 1]
     # A list is never called, so nothing would gather for it: take the module that calls its entries.
-    return next(module for module in reversed(shared) if not isinstance(module, _CONTAINERS))
+    around = [module for module in shared if not isinstance(module, _CONTAINERS)]
+    if not around:
+        raise SettingsError(
+            f"{name}: expected a module with a forward around all that share it, found a "
+            f"{type(paths[0][0]).__name__}, which is never called; shard the module that holds the list"
+        )
+    return around[-1]
 
 
 def _owner_on(path: tuple[nn.Module, ...], chosen: set[int], above_units: set[int]) -> nn.Module:
