@@ -532,7 +532,10 @@ def test_the_page_says_once_what_all_choices_share(tmp_path: Path) -> None:
         (["--model", f"{__name__}:needs_arguments"], "function without arguments"),
         (["--model", ":x"], "expected module:function"),
         (["--seq", "100000000"], "are logits or workspace however many there are: shorten --seq"),
-        (["--memory-gib", "0.5"], "are (gathered units|reduce buffers) however many .*: make units finer"),
+        (
+            ["--memory-gib", "0.5"],
+            "are (gathered units|reduce buffers) however many .*: make units finer \\(units=",
+        ),
         (
             ["--cluster", "p3dn.24xlarge:2", "--reduce-dtype", "bf16"],
             "--reduce-dtype: expected fp32 or fp16 on p3dn.24xlarge, whose V100 has no bfloat16, found bf16",

@@ -192,7 +192,7 @@ def _what_would_do(request: Request, lack: Shortage) -> str:
     shorter = term in ("activations", "logits or workspace")
     return (
         f"no number of such nodes would do, because {memory(nbytes)} are {term} however many there are: "
-        f"{'shorten --seq' if shorter else 'make units finer'}"
+        f"{'shorten --seq' if shorter else 'make units finer (units= of mics.shard)'}"
     )
 
 
