@@ -131,6 +131,20 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     assert "\n\n".join(passages) == "\n\n".join([one] * 1000)
 
 
+def test_a_text_without_blank_lines_is_cut_too(tmp_path: Path) -> None:
+    """Between lines; a line that is longer than a long passage between words. No text has one document."""
+    file = tmp_path / "text.txt"
+    lines = [f"line {number} of many" for number in range(20_000)]
+    words = "".join(f"{number} " for number in range(100_000))
+    for text, joint in (("\n".join(lines), "\n"), (words.rstrip(), " "), ("x" * 300_000, "")):
+        file.write_text(text)
+        passages = list(read_documents(file, DocumentFormat()))
+        assert len(passages) > 3
+        assert max(map(len, passages)) <= 1 << 16
+        assert joint.join(passages) == text
+        assert list(read_documents(file, DocumentFormat(separator="file"))) == [text]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
