@@ -268,6 +268,9 @@ def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> N
     assert load_tokenizer(str(file)).special == load_tokenizer(str(tokenizer_folder)).special
     with pytest.raises(SettingsError, match=r"no '<end>' in it; name it with --end-of-text"):
         load_tokenizer(str(file), end_of_text="<end>")
+    with pytest.raises(SettingsError, match=r"--end-of-text: expected a token that no text has, found 'e',"):
+        load_tokenizer(str(file), end_of_text="e")
+    assert load_tokenizer(str(file), end_of_text="<pad>").special.end_of_text == 1
     content["added_tokens"] = []
     content["model"]["vocab"].pop("</s>")
     file.write_text(json.dumps(content))
