@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import signal
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from mics import cli
 from mics.calibrate import command
@@ -33,6 +36,7 @@ from mics.planner.hardware import planned_cluster
 from mics.planner.systems import predict
 from mics.train.cluster_beside import use_cluster_beside
 from mics.train.config import TrainConfig
+from mics.utils import own_ranks
 from tests.ranks import run_ranks
 
 COMPUTING = Computing(device="cpu", block_flops=4e9, head_flops=5e9, update_bandwidth=2.5e9, param_nbytes=4)
@@ -137,6 +141,20 @@ def test_ranks_that_cannot_be_calibrated() -> None:
     for seconds in (0.0, -5.0, math.nan, math.inf, -math.inf):  # NaN would never end
         with pytest.raises(SettingsError, match="--max-seconds: expected a finite number of at least 1"):
             CalibrateConfig(max_seconds=seconds).check()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_own_ranks_that_are_interrupted(
+    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's agent raises an exception of its own: a line, and the exit code of a shell."""
+
+    def launch(*_: object) -> NoReturn:
+        raise SignalException("signalled", sigval=number)
+
+    monkeypatch.setattr(own_ranks, "elastic_launch", lambda *_: launch)
+    assert own_ranks.start_ranks("doctor", [], num_ranks=2, explained=()) == code
+    assert capsys.readouterr().err == f"mics doctor: ended by {number.name}\n"
 
 
 def test_ranks_to_start_without_a_launcher(

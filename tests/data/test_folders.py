@@ -119,6 +119,12 @@ def _changed_shard(**values: object) -> Callable[[dict[str, Any]], object]:
         (_changed_shard(nbytes=6e3), r"breaks 'nbytes': 6000\.0;"),
         (_changed_shard(split="test"), "breaks 'split': 'test';"),
         (_changed_shard(digest=None), "breaks 'digest': None;"),
+        (lambda index: index | {"shards": index["shards"][:1]}, "index.json: expected the digest .* changed"),
+        (lambda index: index | {"tokenizer": "bytes"}, "index.json: expected the digest .* changed"),
+        (
+            lambda index: index | {"special": index["special"] | {"mask": 3}},
+            "index.json: expected the digest .* changed",
+        ),
         (lambda index: json.dumps(index)[:1000], "lacks or breaks Unterminated string"),
         (lambda index: "[" * 100_000, r"index\.json: expected an index of token shards"),
     ],

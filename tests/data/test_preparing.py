@@ -131,6 +131,20 @@ def test_a_text_is_cut_as_asked(tmp_path: Path) -> None:
     assert "\n\n".join(passages) == "\n\n".join([one] * 1000)
 
 
+def test_a_text_without_blank_lines_is_cut_too(tmp_path: Path) -> None:
+    """Between lines; a line that is longer than a long passage between words. No text has one document."""
+    file = tmp_path / "text.txt"
+    lines = [f"line {number} of many" for number in range(20_000)]
+    words = "".join(f"{number} " for number in range(100_000))
+    for text, joint in (("\n".join(lines), "\n"), (words.rstrip(), " "), ("x" * 300_000, "")):
+        file.write_text(text)
+        passages = list(read_documents(file, DocumentFormat()))
+        assert len(passages) > 3
+        assert max(map(len, passages)) <= 1 << 16
+        assert joint.join(passages) == text
+        assert list(read_documents(file, DocumentFormat(separator="file"))) == [text]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -254,6 +268,9 @@ def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer_folder: Path) -> N
     assert load_tokenizer(str(file)).special == load_tokenizer(str(tokenizer_folder)).special
     with pytest.raises(SettingsError, match=r"no '<end>' in it; name it with --end-of-text"):
         load_tokenizer(str(file), end_of_text="<end>")
+    with pytest.raises(SettingsError, match=r"--end-of-text: expected a token that no text has, found 'e',"):
+        load_tokenizer(str(file), end_of_text="e")
+    assert load_tokenizer(str(file), end_of_text="<pad>").special.end_of_text == 1
     content["added_tokens"] = []
     content["model"]["vocab"].pop("</s>")
     file.write_text(json.dumps(content))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mics.cli import main
+from mics.data import read_index
 from mics.data.documents import DocumentFormat
 from mics.data.preparing import Preparing, prepare
 from mics.data.tokenizer import BytesTokenizer
@@ -71,8 +73,7 @@ def test_data_that_cannot_be_trained_on_is_named(
     files, shards = (tmp_path / "text.txt",), tmp_path / "shards"
     prepare(Preparing(files=files, out=shards, reading=lines, validation_share=share), BytesTokenizer())
     if broken == "vocabulary":
-        index = json.loads((shards / "index.json").read_text())
-        (shards / "index.json").write_text(json.dumps({**index, "vocab_size": 300}))
+        dataclasses.replace(read_index(shards), vocab_size=300).write(shards)
     if broken == "cut":
         os.truncate(shards / "train-00000.npy", 100)
     expected = {

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from mics.cli import main
-from mics.data import INDEX_FILE, TokenData
+from mics.data import TokenData, read_index
 from mics.data.index import digest_of
 from mics.data.packing import IGNORED, Objective
 from mics.errors import SettingsError
@@ -182,16 +182,14 @@ def test_a_model_whose_padding_is_text_is_refused(fables: TokenData, tmp_path: P
     pytest.importorskip("transformers")
 
     def opened(kind: str, pad_token: int, num_unknown: int = 0) -> None:
-        index = json.loads((folder / INDEX_FILE).read_text())
-        (folder / INDEX_FILE).write_text(json.dumps(index | {"num_unknown": num_unknown}))
+        replace(read_index(folder), num_unknown=num_unknown).write(folder)
         name = str(config_file(tmp_path / f"{kind}{pad_token}", kind, vocab_size=400, pad_token_id=pad_token))
         open_sequences(_config(folder, name=name, vocab_size=None))
 
     folder = Path(shutil.copytree(fables.folder, tmp_path / "copied"))
     file = folder / "tokenizer" / "tokenizer.json"
     file.write_text(file.read_text().replace('"unk_token": null', '"unk_token": "<unk>"'))
-    index = json.loads((folder / INDEX_FILE).read_text())
-    (folder / INDEX_FILE).write_text(json.dumps(index | {"tokenizer": digest_of(file)}))
+    replace(read_index(folder), tokenizer=digest_of(file)).write(folder)
     for kind, pad_token, num_unknown in (("roberta", 1, 5), ("roberta", 3, 0), ("llama", 2, 5)):
         opened(kind, pad_token, num_unknown)
     with pytest.raises(SettingsError, match=r"pad_token_id, 9, .* an ordinary token; .* one of null, 1, 3$"):

@@ -86,7 +86,7 @@ def prepare(
         kind: Of the files; auto takes their suffixes, and text for others.
         field: The field of JSONL, or the column of parquet, that has the text.
         documents: What a document of a text file is: a passage of 8,192 characters or more, up to a blank
-            line; all between two blank lines; a line; or the file.
+            line (of 32,768 or more, up to any line's end); all between two blank lines; a line; or the file.
         end_of_text: The token that ends a document; unset takes the tokenizer's.
         shard_tokens: Tokens in a shard: 100M, 1B.
         validation_share: Share of the tokens that is held out for validation, in whole documents.
@@ -206,7 +206,7 @@ def tokenizer(
         kind: Of the files; auto takes their suffixes, and text for others.
         field: The field of JSONL, or the column of parquet, that has the text.
         documents: What a document of a text file is: a passage of 8,192 characters or more, up to a blank
-            line; all between two blank lines; a line; or the file.
+            line (of 32,768 or more, up to any line's end); all between two blank lines; a line; or the file.
         objective: masked: transformers puts each text between <s> and </s>. The tokens are the same.
     """
     reading = DocumentFormat(kind=kind, field=field, separator=documents)

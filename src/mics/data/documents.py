@@ -23,6 +23,8 @@ _PARQUET: Final = (".parquet", ".pq")
 _COMPRESSED: Final = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _PARQUET_ROWS: Final = 1024
 _PASSAGE_CHARACTERS: Final = 8192
+_LONG_PASSAGE_CHARACTERS: Final = 4 * _PASSAGE_CHARACTERS
+_LONG_LINE_CHARACTERS: Final = 2 * _LONG_PASSAGE_CHARACTERS
 _AS_LINES: Final = "write an array as lines with jq -c '.[]', or objects of many lines with jq -c ."
 
 
@@ -34,7 +36,8 @@ class DocumentFormat:
     field: str = "text"
     """Of JSONL and parquet: the one that has the text."""
     separator: Separator = "passage"
-    """Of text files: what a document is. A passage ends at the first blank line after some pages."""
+    """Of text files: what a document is. A passage ends at the first blank line after some pages; without one
+    at the end of a line, or in a line that is longer than all that: no text of any size is one document."""
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -152,19 +155,33 @@ def _uncompressed(file: Path, raw: IO[bytes]) -> IO[bytes]:
 
 
 def _text(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:
+    passages = how.separator == "passage"
     least = {"line": 0, "blank-line": 0, "passage": _PASSAGE_CHARACTERS, "file": math.inf}[how.separator]
+    most = _LONG_PASSAGE_CHARACTERS if passages else math.inf
     lines: list[str] = []
     size = 0
     # A line may end with a carriage return alone, as in old files of the Macintosh.
-    for line in (part for _, ended in _lines(file, advance) for part in ended.split("\r")):
-        is_end = how.separator == "line" or not line.strip()
-        if lines or line.strip():
-            lines.append(line)
-            size += len(line)
-        if is_end and size >= least:
-            yield "\n".join(lines).rstrip()
-            lines, size = [], 0
+    for whole in (part for _, ended in _lines(file, advance) for part in ended.split("\r")):
+        for line in _pieces(whole) if passages else (whole,):
+            is_end = how.separator == "line" or not line.strip()
+            if lines or line.strip():
+                lines.append(line)
+                size += len(line)
+            if (is_end and size >= least) or size >= most:
+                yield "\n".join(lines).rstrip()
+                lines, size = [], 0
     yield "\n".join(lines).rstrip()
+
+
+def _pieces(line: str) -> Iterator[str]:
+    """A line, cut behind spaces where it is very long."""
+    start = 0
+    while len(line) - start > _LONG_LINE_CHARACTERS:
+        most = start + _LONG_LINE_CHARACTERS
+        end = line.rfind(" ", most - _LONG_PASSAGE_CHARACTERS, most) + 1 or most
+        yield line[start:end]
+        start = end
+    yield line[start:]
 
 
 def _jsonl(file: Path, how: DocumentFormat, advance: Advance) -> Iterator[str]:

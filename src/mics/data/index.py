@@ -97,6 +97,7 @@ class ShardIndex:
 
     def write(self, folder: Path) -> None:
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        content["digest"] = _digest_of_content(content)
         (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -125,6 +126,7 @@ def read_index(folder: Path) -> ShardIndex:
             }
         )
         _check_index(index)
+        _check_unchanged(content, file)
     except SettingsError:
         raise
     except OSError as error:
@@ -175,6 +177,22 @@ def _check_index(index: ShardIndex) -> None:
     ):
         if not is_right:
             raise ValueError(f"{what}: {value}")
+
+
+def _check_unchanged(content: dict[str, Any], file: Path) -> None:
+    """Raise if an index that makes sense is not the one that was written: another mask token or split would
+    train another model and say nothing. Folders of early versions have no digest."""
+    written = content.pop("digest", None)
+    found = _digest_of_content(content)
+    if written not in (None, found):
+        raise SettingsError(
+            f"{file}: expected the digest {written}, found {found}: it was changed after it was written; "
+            f"{MEND}"
+        )
+
+
+def _digest_of_content(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def check_files(folder: Path, index: ShardIndex) -> None:

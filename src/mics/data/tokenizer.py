@@ -185,6 +185,11 @@ class FileTokenizer:
                 f"{self._file}: expected a token that ends a document, found {found}; name it with "
                 "--end-of-text"
             )
+        if end_of_text is not None and end in self.encode(end_of_text):
+            raise SettingsError(
+                f"--end-of-text: expected a token that no text has, found {end_of_text!r}, which would end a "
+                "document wherever it is spelled; name a special token"
+            )
         begin = self._id("bos_token", _BEGIN_NAMES)
         begin = begin if begin is not None and begin != end else self._id("cls_token", _BEGIN_NAMES)
         mask = self._id("mask_token", _MASK_NAMES)

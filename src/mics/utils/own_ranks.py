@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -12,7 +13,7 @@ from typing import Final
 from uuid import uuid4
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -53,6 +54,9 @@ def start_ranks(command: str, args: Sequence[str], *, num_ranks: int, explained:
             if any(code not in explained for code in codes):
                 _show_logs(Path(logs))
             return max(code if code > 0 else 1 for code in codes)
+        except SignalException as error:  # the agent has ended its ranks
+            print(f"mics {command}: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
+            return 128 + int(error.sigval)
     return 0
 
 
