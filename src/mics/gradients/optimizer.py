@@ -85,6 +85,8 @@ def allow_optimizer(optimizer_class: type[Optimizer]) -> type[Optimizer]:
 def register_params(step: Step) -> None:
     """Let optimizers over this model's parameters find ``step``, and refuse the replaced parameters."""
     _install_hooks()
+    for optimizer, (_, weak) in list(_members.items()):
+        _members[optimizer] = ((), weak)  # looked up again: its parameters may be among the replaced
     for unit in step.units:
         for index, (old, shard) in enumerate(zip(unit.spec.refs, unit.shards, strict=True)):
             _replaced[old.param] = old.name
