@@ -743,6 +743,8 @@ def _bad(case: str) -> None:
         model(*floats(0, 0, 0)).backward()
         optimizer.step()
         initialize(model=model, config=bare, optimizer=optimizer)
+    if case == "whole matrices":
+        initialize(model=model, config=bare, optimizer=torch.optim.Adafactor(model.parameters()))
     if case == "a number":
         initialize(model=model, config=config())[0].backward(1.0)  # type: ignore[arg-type]
 
@@ -755,6 +757,7 @@ def _bad(case: str) -> None:
         ("model first", "initialize: expected config, found none"),
         ("another model's", "optimizer: expected parameters of the model"),
         ("stepped", "optimizer: expected one without state"),
+        ("whole matrices", "Adafactor cannot train a sharded model"),
         ("a number", "engine.backward: expected a loss, found float"),
     ],
 )

@@ -30,6 +30,7 @@ from mics.checkpoint import load, save
 from mics.comm import join_world
 from mics.engine import is_sharded
 from mics.errors import SettingsError
+from mics.gradients.optimizer import check_optimizer
 from mics.integrations.config import MicsConfig
 from mics.integrations.micro_steps import micro_step
 from mics.layout.assign import unit_modules
@@ -165,6 +166,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def _replace_params(self, optimizer: Optimizer) -> None:
+        optimizer = plain_optimizer(optimizer)
         for group in optimizer.param_groups:
             stale = [param for param in group["params"] if param in self._replacements]
             made = [optimizer.state[param] for param in stale if param in optimizer.state]
@@ -179,6 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     optimizer.state.pop(param, None)
                 params = [self._replacements[param] for param in stale]
                 optimizer.state.update(Adagrad([{**group, "params": params}], **optimizer.defaults).state)
+        check_optimizer(optimizer)
 
     # -- steps --------------------------------------------------------------------------------------
 
