@@ -317,6 +317,8 @@ def test_refused() -> None:
             Accelerator(cpu=True, **options)
     with pytest.raises(mics.SettingsError, match=r"^mics_config: expected a MicsConfig"):
         Accelerator(cpu=True, mics_config={"partition_size": 2})
+    with pytest.raises(mics.SettingsError, match=r"^partition_size: expected a divisor of the world size 1"):
+        Accelerator(cpu=True, mics_config=MicsConfig(partition_size=2))
     accelerator = _accelerator(1, 1)
     for call in (
         accelerator.register_save_state_pre_hook,

@@ -34,6 +34,7 @@ from mics.gradients.optimizer import check_optimizer
 from mics.integrations.config import MicsConfig
 from mics.integrations.micro_steps import micro_step
 from mics.layout.assign import unit_modules
+from mics.layout.topology import check_partition_size
 from mics.state_dict import full_state_dict
 
 __all__ = ["Accelerator", "MicsConfig"]
@@ -103,6 +104,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not (mics_config is None or isinstance(mics_config, MicsConfig)):
             raise SettingsError(f"mics_config: expected a MicsConfig or None, found {mics_config!r}")
         self.mics_config = MicsConfig() if mics_config is None else mics_config
+        if self.mics_config.partition_size is not None:
+            check_partition_size(self.mics_config.partition_size, self.num_processes)
         self._replacements = WeakIdKeyDictionary()  # parameter from before sharding -> its shard
 
     # -- models and optimizers ----------------------------------------------------------------------
