@@ -385,6 +385,23 @@ def test_an_optimizer_built_before_sharding(forward: bool) -> None:
     _assert_says(errors, "before", "mics.shard", "model.parameters()")
 
 
+def _optimizer_that_stepped_before() -> None:
+    mics.shard(toys.Chain(), partition_size=2)  # from here on steps of all optimizers are looked at
+    model = toys.Chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(*toys.floats(0, 0, dist.get_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mics.shard(model, partition_size=2)
+    optimizer.step()
+
+
+def test_an_optimizer_that_stepped_before_sharding() -> None:
+    """What was found out about its parameters at the first step does not hold at the second."""
+    errors = run_expecting_error(2, _optimizer_that_stepped_before)
+    _assert_says(errors, "before", "mics.shard", "model.parameters()")
+
+
 def _allow(what: Any) -> None:
     mics.allow_optimizer(what)
 

@@ -317,6 +317,8 @@ def test_refused() -> None:
             Accelerator(cpu=True, **options)
     with pytest.raises(mics.SettingsError, match=r"^mics_config: expected a MicsConfig"):
         Accelerator(cpu=True, mics_config={"partition_size": 2})
+    with pytest.raises(mics.SettingsError, match=r"^partition_size: expected a divisor of the world size 1"):
+        Accelerator(cpu=True, mics_config=MicsConfig(partition_size=2))
     accelerator = _accelerator(1, 1)
     for call in (
         accelerator.register_save_state_pre_hook,
@@ -337,6 +339,16 @@ def test_refused() -> None:
         with pytest.raises(mics.SettingsError, match=r"^no_sync: expected SGD.* LocalSGD"), no_sync():
             optimizer.step()
     optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_optimizers_are_checked_when_they_are_prepared(optimizer_first: bool) -> None:
+    """Whatever comes first: Adafactor needs whole matrices, and Adagrad has state when it is built."""
+    for kind, problem in ((torch.optim.Adagrad, None), (torch.optim.Adafactor, "whole matri")):
+        accelerator, model = _accelerator(1, 1), gpt2()
+        given = model, kind(model.parameters(), lr=0.1)
+        with nullcontext() if problem is None else pytest.raises(mics.SettingsError, match=problem):
+            accelerator.prepare(*(reversed(given) if optimizer_first else given))
 
 
 def test_the_config_has_what_shard_takes() -> None:

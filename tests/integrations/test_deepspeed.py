@@ -185,7 +185,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zero(2, mics_shard_size=2), r"mics_shard_size: expected stage 3 beside it, found stage 2"),
     (zero(3, mics_shard_sise=2), r"mics_shard_sise: .* did you mean 'mics_shard_size'"),
     ({"gradient_cliping": 1.0}, r"gradient_cliping: .* did you mean 'gradient_clipping'"),
-    ({"train_batch_size": 9}, r"train_batch_size: expected .* = 2 x 1 x 4, found 9"),
+    (
+        {"train_batch_size": 9},
+        r"train_batch_size: expected a multiple of train_micro_batch_size_per_gpu x 4 ranks = 8, found 9",
+    ),
+    (
+        {"train_batch_size": 8, "gradient_accumulation_steps": 2},
+        r"train_batch_size: expected .* x gradient_accumulation_steps x 4 ranks = 16, found 8; leave one",
+    ),
     ({"train_batch_size": "auto"}, r'train_batch_size: expected a value, found "auto".*write sequences'),
     ({"bf16": {"enabled": "auto"}}, r'bf16\.enabled: .*"auto".*write true or false'),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, r"fp16\.enabled: expected bf16 or fp16"),
@@ -736,6 +743,8 @@ def _bad(case: str) -> None:
         model(*floats(0, 0, 0)).backward()
         optimizer.step()
         initialize(model=model, config=bare, optimizer=optimizer)
+    if case == "whole matrices":
+        initialize(model=model, config=bare, optimizer=torch.optim.Adafactor(model.parameters()))
     if case == "a number":
         initialize(model=model, config=config())[0].backward(1.0)  # type: ignore[arg-type]
 
@@ -748,6 +757,7 @@ def _bad(case: str) -> None:
         ("model first", "initialize: expected config, found none"),
         ("another model's", "optimizer: expected parameters of the model"),
         ("stepped", "optimizer: expected one without state"),
+        ("whole matrices", "Adafactor cannot train a sharded model"),
         ("a number", "engine.backward: expected a loss, found float"),
     ],
 )

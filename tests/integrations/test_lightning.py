@@ -226,6 +226,38 @@ def test_callbacks_that_cannot_work_are_refused(callback: Callback) -> None:
         assert error.is_a("SettingsError") and type(callback).__name__ in error.message
 
 
+def _set_up_fabric() -> None:
+    fabric = L.Fabric(strategy=MicsFabricStrategy(), accelerator="cpu", devices=2)
+    fabric.launch()
+    model = torch.nn.Linear(4, 4)
+    fabric.setup(model, torch.optim.Adafactor(model.parameters()))
+
+
+class _WithAdafactor(L.LightningModule):
+    """Has no batch: what is refused is refused before there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("this is too late")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def _set_up_trainer() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 4)))
+    trainer(2, MicsStrategy(), accumulate_grad_batches=2).fit(_WithAdafactor(), loader)
+
+
+@pytest.mark.parametrize("set_up", [_set_up_fabric, _set_up_trainer])
+def test_optimizers_are_checked_before_the_first_batch(set_up: Callable[[], None]) -> None:
+    for error in run_expecting_error(2, set_up):
+        assert error.is_a("SettingsError") and "Adafactor" in error.message
+
+
 @pytest.mark.full
 def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
     """A script without a launcher: Lightning starts it again for the other ranks."""

@@ -82,9 +82,16 @@ def allow_optimizer(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     return optimizer_class
 
 
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise now what its first step would raise, of the sharded parameters that it has by now."""
+    _look_up(optimizer)
+
+
 def register_params(step: Step) -> None:
     """Let optimizers over this model's parameters find ``step``, and refuse the replaced parameters."""
     _install_hooks()
+    for optimizer, (_, weak) in list(_members.items()):
+        _members[optimizer] = ((), weak)  # looked up again: its parameters may be among the replaced
     for unit in step.units:
         for index, (old, shard) in enumerate(zip(unit.spec.refs, unit.shards, strict=True)):
             _replaced[old.param] = old.name
@@ -337,30 +344,34 @@ def _forget_places(optimizer: Optimizer) -> None:
 
 def _find_members(optimizer: Optimizer) -> dict[Step, list[tuple[Unit, int]]]:
     """The sharded parameters of ``optimizer`` by model, looked up again when its groups have changed."""
-    params = tuple(id(param) for group in optimizer.param_groups for param in group["params"])
+    params = tuple(id(param) for param in _params_of(optimizer))
     cached = _members.get(optimizer)
     if cached is not None and cached[0] == params:
         return _alive(cached[1])
+    members = _look_up(optimizer)
+    weak = [(ref(b), [(ref(unit), index) for unit, index in units]) for b, units in members.items()]
+    _members[optimizer] = (params, weak)
+    return members
+
+
+def _look_up(optimizer: Optimizer) -> dict[Step, list[tuple[Unit, int]]]:
     members: dict[Step, list[tuple[Unit, int]]] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param in _replaced:
-                raise SettingsError(
-                    f"{type(optimizer).__name__}: expected parameters of the sharded model, found "
-                    f"{_replaced[param]!r} as it was before mics.shard() or while unsharded, so this step "
-                    "would change nothing; build the optimizer from model.parameters() after "
-                    "mics.shard(model)"
-                )
-            place = _places.get(param)
-            step, unit = (None, None) if place is None else (place.step(), place.unit())
-            if step is not None and unit is not None and unit.spec.trainable:
-                members.setdefault(step, []).append((unit, place.index))
+    for param in _params_of(optimizer):
+        if param in _replaced:
+            raise SettingsError(
+                f"{type(optimizer).__name__}: expected parameters of the sharded model, found "
+                f"{_replaced[param]!r} as it was before mics.shard() or while unsharded, so this step "
+                "would change nothing; build the optimizer from model.parameters() after "
+                "mics.shard(model)"
+            )
+        place = _places.get(param)
+        step, unit = (None, None) if place is None else (place.step(), place.unit())
+        if step is not None and unit is not None and unit.spec.trainable:
+            members.setdefault(step, []).append((unit, place.index))
     if members:
         _check_elementwise(optimizer)
     if any(step.host is not None for step in members):
         _check_divisible(optimizer)
-    weak = [(ref(b), [(ref(unit), index) for unit, index in units]) for b, units in members.items()]
-    _members[optimizer] = (params, weak)
     return members
 
 

@@ -30,9 +30,11 @@ from mics.checkpoint import load, save
 from mics.comm import join_world
 from mics.engine import is_sharded
 from mics.errors import SettingsError
+from mics.gradients.optimizer import check_optimizer
 from mics.integrations.config import MicsConfig
 from mics.integrations.micro_steps import micro_step
 from mics.layout.assign import unit_modules
+from mics.layout.topology import check_partition_size
 from mics.state_dict import full_state_dict
 
 __all__ = ["Accelerator", "MicsConfig"]
@@ -102,6 +104,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not (mics_config is None or isinstance(mics_config, MicsConfig)):
             raise SettingsError(f"mics_config: expected a MicsConfig or None, found {mics_config!r}")
         self.mics_config = MicsConfig() if mics_config is None else mics_config
+        if self.mics_config.partition_size is not None:
+            check_partition_size(self.mics_config.partition_size, self.num_processes)
         self._replacements = WeakIdKeyDictionary()  # parameter from before sharding -> its shard
 
     # -- models and optimizers ----------------------------------------------------------------------
@@ -165,6 +169,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def _replace_params(self, optimizer: Optimizer) -> None:
+        optimizer = plain_optimizer(optimizer)
         for group in optimizer.param_groups:
             stale = [param for param in group["params"] if param in self._replacements]
             made = [optimizer.state[param] for param in stale if param in optimizer.state]
@@ -179,6 +184,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     optimizer.state.pop(param, None)
                 params = [self._replacements[param] for param in stale]
                 optimizer.state.update(Adagrad([{**group, "params": params}], **optimizer.defaults).state)
+        check_optimizer(optimizer)
 
     # -- steps --------------------------------------------------------------------------------------
 

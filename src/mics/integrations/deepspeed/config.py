@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,21 +214,23 @@ def _batch_sizes(reader: Section, world_size: int) -> tuple[int, int, int]:
             f'write "{keys[1]}": sequences of a micro-step on a rank',
             found="none",
         )
-    if train is None:
-        accumulation = accumulation or 1
-        train = micro * accumulation * world_size
-    elif micro is None:
-        accumulation = accumulation or 1
-        micro = train // (accumulation * world_size)
-    elif accumulation is None:
-        accumulation = train // (micro * world_size)
-    if train != micro * accumulation * world_size or not train:
+    factors = {keys[1]: micro, keys[2]: accumulation}
+    given = {key: value for key, value in factors.items() if value is not None}
+    known = math.prod(given.values()) * world_size
+    train = known if train is None else train
+    left, rest = divmod(train, known)
+    if rest or (given == factors and left != 1):
+        product = " x ".join([*given, f"{world_size} ranks"])
         raise reader.error(
             keys[0],
-            f"{keys[1]} x {keys[2]} x {world_size} ranks = {micro} x {accumulation} x {world_size}",
-            "leave one of the three out",
+            f"{product} = {known}" if given == factors else f"a multiple of {product} = {known}",
+            "leave one of the three out" if given == factors else "change one of them",
             found=train,
         )
+    if micro is None:
+        micro, accumulation = left, accumulation or 1
+    elif accumulation is None:
+        accumulation = left
     return train, micro, accumulation
 
 

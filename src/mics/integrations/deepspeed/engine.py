@@ -30,6 +30,7 @@ from mics.checkpoint.storage import Place
 from mics.comm import join_world
 from mics.engine import engine_of, engines_of, is_sharded
 from mics.errors import CheckpointError, SettingsError
+from mics.gradients.optimizer import check_optimizer
 from mics.integrations.deepspeed.checkpoint import (
     latest_tag,
     load_deepspeed_checkpoint,
@@ -88,6 +89,7 @@ def initialize(
         settings.tell()
     now = _Sharded(names, dict(model.named_parameters()))
     made = _optimizer(settings, optimizer, now, model, groups)
+    check_optimizer(made)
     scheduler = _scheduler(settings, lr_scheduler, made)
     engine = DeepSpeedEngine(model, made, scheduler, settings)
     loader = None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from mics.engine import is_sharded
 from mics.errors import SettingsError
+from mics.gradients.optimizer import check_optimizer
 from mics.integrations.lightning.checkpoints import (
     is_folder,
     load_folder,
@@ -98,6 +99,7 @@ class MicsFabricStrategy(DDPStrategy):
             for group in optimizer.param_groups:
                 # What is not of this model stays: mics refuses what it does not know when it steps.
                 group["params"] = [params[names[p]] if p in names else p for p in group["params"]]
+            check_optimizer(optimizer)
         return wrapped, optimizers, scheduler
 
     # -- checkpoints --------------------------------------------------------------------------------

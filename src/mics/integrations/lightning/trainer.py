@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from mics.api import register_forward_method
 from mics.engine import is_sharded
 from mics.errors import SettingsError
+from mics.gradients.optimizer import check_optimizer
 from mics.integrations.lightning.checkpoints import (
     is_folder,
     load_folder,
@@ -119,6 +120,8 @@ class MicsStrategy(DDPStrategy):
         if is_fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer)
         self.setup_precision_plugin()
 
     @property
