@@ -93,20 +93,18 @@ def check_settings(
 ) -> Settings:
     if not isinstance(model, nn.Module):
         raise SettingsError(f"mics.shard: expected an nn.Module, found {type(model).__name__}")
-    if hierarchical not in ("auto", True, False):
-        raise SettingsError(f'hierarchical: expected "auto", True or False, found {hierarchical!r}')
-    if optimizer_sharding not in ("auto", "world", "partition"):
-        raise SettingsError(
-            f'optimizer_sharding: expected "auto", "world" or "partition", found {optimizer_sharding!r}'
-        )
-    if optimizer_state not in ("device", "host"):
-        raise SettingsError(f'optimizer_state: expected "device" or "host", found {optimizer_state!r}')
-    if not isinstance(precision, Precision):
-        raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
-    if activations is not None and not isinstance(activations, Activations):
-        raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
-    if not (low_memory == "auto" or isinstance(low_memory, bool)):
-        raise SettingsError(f'low_memory: expected "auto", True or False, found {low_memory!r}')
+    check_values(
+        units=units,
+        hierarchical=hierarchical,
+        optimizer_sharding=optimizer_sharding,
+        optimizer_state=optimizer_state,
+        precision=precision,
+        prefetch=prefetch,
+        activations=activations,
+        low_memory=low_memory,
+        audit_interval=audit_interval,
+        compression=compression,
+    )
     device = device_of(model, world)
     _check_state(optimizer_state, model)
     chosen = _chosen(units)
@@ -135,6 +133,40 @@ def check_settings(
     )
 
 
+def check_values(
+    *,
+    units: Any,
+    hierarchical: Any,
+    optimizer_sharding: Any,
+    optimizer_state: Any,
+    precision: Any,
+    prefetch: Any,
+    activations: Any,
+    low_memory: Any,
+    audit_interval: Any,
+    compression: Any,
+) -> None:
+    """Raise for what is wrong with any model, on any number of ranks."""
+    if hierarchical not in ("auto", True, False):
+        raise SettingsError(f'hierarchical: expected "auto", True or False, found {hierarchical!r}')
+    if optimizer_sharding not in ("auto", "world", "partition"):
+        raise SettingsError(
+            f'optimizer_sharding: expected "auto", "world" or "partition", found {optimizer_sharding!r}'
+        )
+    if optimizer_state not in ("device", "host"):
+        raise SettingsError(f'optimizer_state: expected "device" or "host", found {optimizer_state!r}')
+    if not isinstance(precision, Precision):
+        raise SettingsError(f"precision: expected a mics.Precision, found {precision!r}")
+    if activations is not None and not isinstance(activations, Activations):
+        raise SettingsError(f"activations: expected a mics.Activations or None, found {activations!r}")
+    if not (low_memory == "auto" or isinstance(low_memory, bool)):
+        raise SettingsError(f'low_memory: expected "auto", True or False, found {low_memory!r}')
+    _check_units(units)
+    _prefetch(prefetch)
+    _audit_interval(audit_interval)
+    _compression(compression, precision)
+
+
 def _compression(compression: Any, precision: Precision) -> Compression:
     if compression is None:
         return UNCOMPRESSED
@@ -150,16 +182,17 @@ def _compression(compression: Any, precision: Precision) -> Compression:
     return compression
 
 
-def _chosen(units: Any) -> list[Any] | None:
-    """What was named as units, in a list; one class may come alone."""
-    if units is None:
-        return None
-    if isinstance(units, type):
-        return [units]
+def _check_units(units: Any) -> None:
+    if units is None or isinstance(units, type):
+        return
     if isinstance(units, str) or not isinstance(units, Iterable):
         found = f"one {type(units).__name__}" if isinstance(units, nn.Module) else repr(units)
         raise SettingsError(f"units: expected a list of modules or module classes, found {found}")
-    return list(units)
+
+
+def _chosen(units: Any) -> list[Any] | None:
+    """What was named as units, in a list; one class may come alone."""
+    return [units] if isinstance(units, type) else None if units is None else list(units)
 
 
 def _prefetch(prefetch: Any) -> Prefetch | None:

@@ -388,7 +388,7 @@ def test_a_fault_is_named(
 def test_a_node_that_did_not_come_is_told_by_its_number() -> None:
     """Of the missing ranks' hosts, one is known by its other rank, the other by nothing at all."""
     known, unknown = answers(_missing(_healthy(), 5, 6, 7))
-    assert (known.where, unknown.where) == ("h2", "node 3, of which no rank came,")
+    assert (known.where, unknown.where) == ("h2", "node 3 (no rank of it came)")
     assert "ranks 6-7 did not come" in unknown.what
 
 

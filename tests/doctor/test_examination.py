@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_come_is_named(
     assert main(["doctor", "--timeout", "1"]) == 1
     assert time.monotonic() - began < 30
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("fail ranks            node 1, of which no rank came,: expected 2 ranks, found 1")
+    assert first.startswith("fail ranks            node 1 (no rank of it came): expected 2 ranks, found 1")
 
 
 def test_a_rank_that_cannot_reach_the_others_says_so(

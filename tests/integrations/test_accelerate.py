@@ -319,6 +319,9 @@ def test_refused() -> None:
         Accelerator(cpu=True, mics_config={"partition_size": 2})
     with pytest.raises(mics.SettingsError, match=r"^partition_size: expected a divisor of the world size 1"):
         Accelerator(cpu=True, mics_config=MicsConfig(partition_size=2))
+    for name, value in {"prefetch": -1, "units": "Block", "low_memory": "no", "compression": "int8"}.items():
+        with pytest.raises(mics.SettingsError, match=f"^{name}: expected"):
+            MicsConfig(**{name: value})
     accelerator = _accelerator(1, 1)
     for call in (
         accelerator.register_save_state_pre_hook,

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from mics.activations.policy import Activations
 from mics.api import shard
-from mics.config import OptimizerSharding, OptimizerState
+from mics.config import OptimizerSharding, OptimizerState, check_values
 from mics.errors import SettingsError
 from mics.layout.compression import LOSSLESS, Compression
 from mics.layout.order import Prefetch
@@ -43,7 +43,11 @@ class MicsConfig:
     compression: Compression | None = LOSSLESS
 
     def __post_init__(self) -> None:
-        if self.units is not None and isinstance(self.units, Iterable):
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["partition_size"], values["mesh"]  # right or wrong for a number of ranks
+        precision = Precision() if self.precision is None else self.precision
+        check_values(**values | {"precision": precision})
+        if isinstance(self.units, Iterable):
             object.__setattr__(self, "units", tuple(self.units))  # several models are sharded with one config
 
     def shard(self, model: nn.Module, *, param_dtype: torch.dtype | None = None) -> nn.Module:

@@ -45,7 +45,7 @@ def _by_node(survey: Survey, missing: list[int]) -> dict[str, list[int]]:
     per_node = next((place.ranks_per_node for place in survey.hellos.values()), 1)
     for rank in missing:
         mates = [p for r, p in survey.hellos.items() if r // per_node == rank // per_node]
-        found[mates[0].host if mates else f"node {rank // per_node}, of which no rank came,"].append(rank)
+        found[mates[0].host if mates else f"node {rank // per_node} (no rank of it came)"].append(rank)
     return found
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
 
-from mics.api import shard
 from mics.engine import engine_of, is_sharded
 from mics.errors import SettingsError
+from mics.integrations.config import MicsConfig
 from mics.layout.precision import Precision
 
 StateDictType = Literal["full", "sharded"]
 
-_SETTINGS: Final = frozenset(inspect.signature(shard).parameters) - {"model"}
+_SETTINGS: Final = frozenset(field.name for field in fields(MicsConfig))
 _PARAM_DTYPES: Final = {
     "32-true": torch.float32,
     "bf16-mixed": torch.bfloat16,
@@ -34,6 +33,7 @@ class Sharding:
     owner: str
     settings: Mapping[str, Any]
     state_dict_type: StateDictType
+    config: MicsConfig = field(init=False)
 
     def __post_init__(self) -> None:
         unknown = sorted(self.settings.keys() - _SETTINGS)
@@ -48,6 +48,7 @@ class Sharding:
                 f"{self.owner}(precision=...): expected a mics.Precision, found {given!r}; give a name such "
                 "as 'bf16-mixed' to the Trainer or to Fabric"
             )
+        object.__setattr__(self, "config", MicsConfig(**self.settings))
         if self.state_dict_type not in get_args(StateDictType):
             raise SettingsError(
                 f"{self.owner}(state_dict_type=...): expected 'full' or 'sharded', found "
@@ -62,17 +63,16 @@ class Sharding:
                 f"precision: expected one of {', '.join(map(repr, _PARAM_DTYPES))} with {self.owner}, found "
                 f"{name!r} ({type(plugin).__name__})"
             )
-        if self.settings.get("precision") is not None and name != "32-true":
+        if self.config.precision is not None and name != "32-true":
             raise SettingsError(
                 f"precision: expected it once, found precision={name!r} and "
-                f"{self.owner}(precision={self.settings['precision']}); leave one out"
+                f"{self.owner}(precision={self.config.precision}); leave one out"
             )
 
     def shard(self, model: nn.Module, precision: str, device: torch.device) -> None:
         """Shard ``model`` unless it is sharded already, by ``configure_model`` or an earlier run."""
         if not is_sharded(model):
-            chosen = self.settings.get("precision") or Precision(param_dtype=_PARAM_DTYPES[precision])
-            shard(model, **{**self.settings, "precision": chosen})
+            self.config.shard(model, param_dtype=_PARAM_DTYPES[precision])
         found = engine_of(model).device
         if found != device:
             raise SettingsError(
