@@ -135,7 +135,10 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
         ("ranks_per_node: 0\nintra: &l {bandwidth: 1, latency: 0}\ninter: *l", "ranks_per_node"),
         ("ranks_per_node: 2\nintra: &l {bandwidth: fast, latency: 0}\ninter: *l", "expected a number"),
         ("ranks_per_node: 2\nintra: &l {bandwidth: 0, latency: 0}\ninter: *l", "bandwidth > 0"),
-        ("ranks_per_node: 2\nintra: &l {bandwidth: 1, latency: 20}\ninter: *l", "latency from 0 to 1 s"),
+        (
+            "ranks_per_node: 2\nintra: &l {bandwidth: 1, latency: 20}\ninter: *l",
+            r"intra.latency: expected seconds, less than 1, found 20",
+        ),
         ("ranks_per_node: 2\nintra: &l {bandwidth: 1, lag: 0}\ninter: *l", "found no latency; mics"),
         (
             "ranks_per_node: 2\nintra: &l {bandwidth: 1, latency: 0, lag: 0}\ninter: *l",

@@ -46,9 +46,9 @@ class Link:
     slowdown: float = 1.0  # of computation while this link is busy: 1 is none, 2 as if it waited
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not 0 <= self.latency < 1 or not self.ramp_nbytes >= 0:
+        if not self.bandwidth > 0 or not self.latency >= 0 or not self.ramp_nbytes >= 0:
             raise SettingsError(
-                f"link: expected bandwidth > 0, latency from 0 to 1 s and ramp_nbytes >= 0, found {self}"
+                f"link: expected bandwidth > 0, latency >= 0 and ramp_nbytes >= 0, found {self}"
             )
         if not self.slowdown >= 1:
             raise SettingsError(f"link: expected slowdown >= 1, found {self.slowdown}")
@@ -283,6 +283,10 @@ def _read(path: Path) -> Cluster:
     for link in ("intra", "inter"):
         values = _checked(path, link, described[link], Link, required={"bandwidth", "latency"})
         described[link] = Link(**{key: _number(path, f"{link}.{key}", values[key]) for key in values})
+        if described[link].latency >= 1:
+            raise SettingsError(
+                f"cluster file {path}: {link}.latency: expected less than a second, found {values['latency']}"
+            )
     for key in (*MACHINE_FIELDS, "link_slowdown"):
         if key in described:
             described[key] = _number(path, key, described[key])
