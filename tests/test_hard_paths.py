@@ -181,6 +181,32 @@ class Tied(nn.Module):
         return self.head(self.encode(tokens))
 
 
+def _edit_after_a_failed_backward() -> tuple[bool, float]:
+    model = mics.shard(Tied(), partition_size=2)
+    tokens = torch.arange(9)
+
+    def fail(*_: object) -> None:
+        raise ValueError("of the user")
+
+    handle = model.blocks[1].register_full_backward_hook(fail)
+    with pytest.raises(ValueError, match="of the user"):
+        model(tokens).sum().backward()
+    handle.remove()
+    for param in model.parameters():
+        param.data.fill_(0.5)
+    whole = all((value == 0.5).all() for _, value in mics.iter_full_params(model))
+    plain = Tied()
+    for param in plain.parameters():
+        param.data.fill_(0.5)
+    return bool(whole), (model(tokens) - plain(tokens)).abs().max().item()
+
+
+def test_an_edit_after_a_failed_backward_counts() -> None:
+    """The failure is over with the exception: also the weights of the model itself are shards again."""
+    for whole, difference in run_ranks(WORLD_SIZE, _edit_after_a_failed_backward):
+        assert whole and difference < 1e-5
+
+
 def _encode() -> float:
     torch.manual_seed(0)
     plain = Tied()

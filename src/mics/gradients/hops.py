@@ -113,8 +113,8 @@ class Hops:
         self._batch: _Batch | None = None  # has had no hop 1 yet
         self._crossing: list[UnitGradients] = []  # have had no hop 2 yet
         events[What.FORWARD_BEGINS].append(self._begin_forward)
-        events[What.BACKWARD_ENDS].insert(0, self._hear_end)  # before the gathers that follow
-        events[What.FAILED].append(self._hear_end)
+        events[What.BACKWARD_BEGINS].append(self._hear_turn)  # the one before may have failed
+        events[What.BACKWARD_ENDS].insert(0, self._hear_turn)  # before the gathers that follow
         events[What.NEEDED].append(self._grow_older)
         events[What.GRADIENTS_READY].append(self._reduce)
 
@@ -198,7 +198,7 @@ class Hops:
         self._send_batch()
         self._send_crossing()
 
-    def _hear_end(self, event: Event) -> None:
+    def _hear_turn(self, event: Event) -> None:
         self.send_waiting()
 
     def _waits(self, gradients: UnitGradients) -> bool:

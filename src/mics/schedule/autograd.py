@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from threading import RLock
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -46,6 +47,7 @@ class Autograd:
         self._events = events
         self._num_backwards = 0
         self._ender: ref[_EndOfBackward] | None = None
+        self._noticing = RLock()
         self._sites_of: dict[int, list[ScheduledSite]] = {}  # by unit index
         for site in sites:
             for unit in site.units:
@@ -271,8 +273,10 @@ class Autograd:
         self.progress.in_backward = True
         self._num_backwards += 1
         ender = _EndOfBackward(self)
-        self._ender = ref(ender)
+        # Autograd drops it when this backward is over or has failed, perhaps on a thread of its own.
+        self._ender = ref(ender, lambda _: self._notice_failure())
         Variable._execution_engine.queue_callback(ender)
+        del ender  # the traceback of a failure would hold it
         self._tell(What.BACKWARD_BEGINS)
         self._need(self._on_demand.values())
 
@@ -298,6 +302,10 @@ class Autograd:
 
         torch calls no hook of a forward that ends by Ctrl-C: the model is called, and nothing is around it.
         """
+        with self._noticing:
+            self._forget_failure(in_root)
+
+    def _forget_failure(self, in_root: bool) -> None:
         failed = self.progress.in_backward and (self._ender is None or self._ender() is None)
         interrupted = in_root and self.progress.depth > 0 and not _is_nested(self.sites)
         if not (failed or interrupted):

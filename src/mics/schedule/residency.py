@@ -256,8 +256,11 @@ class Residency:
         self.transitions.event = event
         self.plans.forget_current()
         self.arena.forget_current()
+        self._has_turned = False  # the next forward does not begin with what waits
         for unit in self.units:
-            self.transitions.reshard(unit)
+            if unit.gathered:
+                with suppress(MicsError):  # what was written is lost; the failure is told already
+                    self.transitions.reshard(unit)
 
     def _finish_order(self) -> None:
         """What the forward and the backward since the last one needed is known."""
