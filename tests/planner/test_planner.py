@@ -554,6 +554,12 @@ def test_bad_input_names_the_field(
     assert re.search(message, found), found
 
 
+def test_error_feedback_is_a_setting_of_rounding(capsys: pytest.CaptureFixture[str]) -> None:
+    request = ["--model", "gpt-1.3b", "--cluster", "p4d.24xlarge:2", "--global-batch", "32"]
+    assert main(["plan", *request, "--no-hop2-error-feedback"]) == 2
+    assert "--no-hop2-error-feedback: expected --hop2 FORMAT beside it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("memory_gib", "expected"), [(80, 1), (2.5, 2), (2, 4), (0.2, 8)])
 def test_shard_asks_for_the_smallest_group(memory_gib: float, expected: int) -> None:
     """On GPUs; the device is imagined here, and so is its memory."""

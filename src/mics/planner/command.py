@@ -126,15 +126,9 @@ class PlanConfig:
     output: Annotated[PlanOutput, tyro.conf.arg(name="")] = field(default_factory=PlanOutput)
 
     def check(self) -> None:
-        """Raise if a number makes no sense."""
-        given = [(name, getattr(self, name.replace("-", "_"))) for name in _BOUNDS if name != "nodes"]
-        for name, value in (*given, *(("nodes", number) for number in self.nodes)):
-            low, high = _BOUNDS[name]
-            if value is not None and not low <= value <= high:
-                raise SettingsError(
-                    f"--{name}: expected a number from {low:,} to {high:,}, found {value:,}; "
-                    f"{'give whole nodes' if name == 'nodes' else 'check its unit'}"
-                )
+        """Raise if a number makes no sense, or settings exclude each other."""
+        self._check_numbers()
+        self._check_formats()
         if self.price is not None and self.tokens is None:
             raise SettingsError(
                 "--price: expected --tokens beside it, found none; add what is to be trained on, such as "
@@ -149,15 +143,6 @@ class PlanConfig:
             raise SettingsError(
                 f"--cluster, --nodes: expected one number of nodes, found {self.cluster} and {numbers}; "
                 f"say --cluster {self.cluster.partition(':')[0]}"
-            )
-        if self.optimizer_state == "host" and self.optimizer != "adamw":
-            raise SettingsError(
-                f"--optimizer-state: expected device with --optimizer {self.optimizer}, found host; leave "
-                "one of them out"
-            )
-        if self.float8 and self.optimizer_state == "host":
-            raise SettingsError(
-                "--optimizer-state: expected device with --float8, found host; leave one of them out"
             )
         if self.output.write is not None and self.float8:
             raise SettingsError(
@@ -175,6 +160,32 @@ class PlanConfig:
             raise SettingsError(
                 "--global-batch, --global-batch-tokens: expected one of them, found neither; say how large "
                 "an optimizer step is, such as --global-batch-tokens 4M"
+            )
+
+    def _check_numbers(self) -> None:
+        given = [(name, getattr(self, name.replace("-", "_"))) for name in _BOUNDS if name != "nodes"]
+        for name, value in (*given, *(("nodes", number) for number in self.nodes)):
+            low, high = _BOUNDS[name]
+            if value is not None and not low <= value <= high:
+                raise SettingsError(
+                    f"--{name}: expected a number from {low:,} to {high:,}, found {value:,}; "
+                    f"{'give whole nodes' if name == 'nodes' else 'check its unit'}"
+                )
+
+    def _check_formats(self) -> None:
+        if self.optimizer_state == "host" and self.optimizer != "adamw":
+            raise SettingsError(
+                f"--optimizer-state: expected device with --optimizer {self.optimizer}, found host; leave "
+                "one of them out"
+            )
+        if self.float8 and self.optimizer_state == "host":
+            raise SettingsError(
+                "--optimizer-state: expected device with --float8, found host; leave one of them out"
+            )
+        if self.hop2 is None and not self.hop2_error_feedback:
+            raise SettingsError(
+                "--no-hop2-error-feedback: expected --hop2 FORMAT beside it, found none; add it, or leave "
+                "this out"
             )
 
     @property

@@ -302,26 +302,23 @@ class Autograd:
 
         torch calls no hook of a forward that ends by Ctrl-C: the model is called, and nothing is around it.
         """
-        with self._noticing:
-            self._forget_failure(in_root)
-
-    def _forget_failure(self, in_root: bool) -> None:
-        failed = self.progress.in_backward and (self._ender is None or self._ender() is None)
-        interrupted = in_root and self.progress.depth > 0 and not _is_nested(self.sites)
-        if not (failed or interrupted):
-            return
-        self.progress.in_backward = False
-        for site in self.sites:
-            site.num_live, site.reached = 0, False
-        if interrupted:
-            self.progress.depth = 0
-            self.progress.shared_inputs.under_way.clear()
+        with self._noticing:  # the end of a backward may come on another thread
+            failed = self.progress.in_backward and (self._ender is None or self._ender() is None)
+            interrupted = in_root and self.progress.depth > 0 and not _is_nested(self.sites)
+            if not (failed or interrupted):
+                return
+            self.progress.in_backward = False
             for site in self.sites:
-                site.depth = 0
-                site.forwards.clear()
-        for unit in self.units:
-            unit.whole.drop_gradients()
-        self._tell(What.FAILED)
+                site.num_live, site.reached = 0, False
+            if interrupted:
+                self.progress.depth = 0
+                self.progress.shared_inputs.under_way.clear()
+                for site in self.sites:
+                    site.depth = 0
+                    site.forwards.clear()
+            for unit in self.units:
+                unit.whole.drop_gradients()
+            self._tell(What.FAILED)
 
     # -- units --------------------------------------------------------------------------------------
 

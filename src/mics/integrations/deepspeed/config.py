@@ -287,7 +287,7 @@ def _optimizer(reader: Section) -> tuple[type[Optimizer], dict[str, Any]] | None
         arguments = _like_defaults(params, made)
     else:
         known = ["Adam", "AdamW", *(each.__name__ for each in _TORCH_OPTIMIZERS.values())]
-        raise section.error("type", f"one of {', '.join(known)}", found=name)
+        raise section.error("type", f"one of {', '.join(known)}", found=name or "none")
     try:
         made(
             [torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)], **arguments
