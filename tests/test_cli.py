@@ -109,7 +109,7 @@ for name in sys.argv[1:]:
 
 def test_help_of_a_command_loads_that_command_alone() -> None:
     """Not what runs it either: matplotlib, or the training loop."""
-    names = tiers.some(list(_MODULES), 2) if tiers.quick else list(_MODULES)
+    names = tiers.some(list(_MODULES), 2)
     command = [sys.executable, "-c", _HELPING, *names]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     loaded = {name: set(modules) for name, *modules in map(str.split, done.stderr.splitlines())}

@@ -286,7 +286,7 @@ def example(
     return losses, norms
 
 
-_CASES = [(2, 3, OfTorch), (1, 3, OfTorch), (4, 1, ByHand), (2, 3, OfMics)]
+_CASES = [(2, 3, OfTorch), (4, 1, ByHand), (2, 3, OfMics)]
 _REST = [case for case in product((1, 2, 4), (1, 3), (OfTorch,)) if case not in _CASES]
 _REST += [(1, 1, ByHand), (2, 3, ByHand), (4, 1, OfMics)]
 
@@ -481,7 +481,7 @@ def train_in_two_lives(folder: str, partition_sizes: tuple[int, int], by_functio
 
 @pytest.mark.parametrize(
     ("partition_sizes", "by_functions"),
-    [((2, 4), True), *(pytest.param(*c, marks=pytest.mark.full) for c in (((4, 1), True), ((2, 2), False)))],
+    tiers.first([((2, 4), True), ((2, 2), False), ((4, 1), True)], 1, 2),
 )
 def test_dcp_takes_sharded_state_dicts(
     partition_sizes: tuple[int, int], by_functions: bool, tmp_path: Path

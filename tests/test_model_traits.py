@@ -120,7 +120,9 @@ def test_several_forwards_before_one_backward() -> None:
             ((toys.Plain, toys.two_backwards), 1),
             ((toys.Plain, toys.two_backwards), 2),
             ((toys.Chain, toys.three_losses), 1),
-        ]
+        ],
+        1,
+        3,
     ),
 )
 def test_several_backwards_in_one_micro_step(model: tuple[Any, Any], accumulation: int) -> None:
@@ -184,14 +186,18 @@ def test_activation_checkpointing(build: Any, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "units",
-    [
-        (toys.Stage, toys.Block),
-        pytest.param((toys.Stage,), marks=pytest.mark.full),
-        pytest.param((toys.Block,), marks=pytest.mark.full),
-        pytest.param((nn.Linear,), marks=pytest.mark.full),
-        pytest.param((nn.Linear, toys.Nested), marks=pytest.mark.full),
-    ],
+    ("units",),
+    tiers.first(
+        [
+            ((toys.Stage, toys.Block),),
+            ((nn.Linear, toys.Nested),),
+            ((toys.Stage,),),
+            ((toys.Block,),),
+            ((nn.Linear,),),
+        ],
+        1,
+        3,
+    ),
 )
 def test_nested_units(units: tuple[type[nn.Module], ...]) -> None:
     """Units inside units, only the outer, only the inner, single layers, and the root as a unit."""

@@ -98,6 +98,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.full
+@pytest.mark.long  # the next test reads the same counters
 def test_an_all_reduce_over_two_hosts(name: str, tmp_path: Path) -> None:
     """One command brings the cluster up, runs gloo on it and takes it down. Between two ranks an all-reduce
     of S bytes sends S over each uplink: the counters say so within the headers, and the time fits the rate.

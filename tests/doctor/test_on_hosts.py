@@ -135,6 +135,7 @@ def test_two_ranks_on_gpus(tmp_path: Path) -> None:
     assert len(found["transfers"]) == 2, "around the node"
 
 
+@pytest.mark.long  # test_examination.py finds nothing on four ranks, and the next test looks at hosts
 def test_healthy_hosts_are_a_go(name: str, tmp_path: Path) -> None:
     """Exit code 0, no failure, and lines for people."""
     checkpoints = tmp_path / "shared" / "checkpoints"

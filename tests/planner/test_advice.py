@@ -195,6 +195,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.full
+@pytest.mark.long  # the printed code runs in the tests above
 def test_the_printed_line_starts_the_printed_code(tmp_path: Path) -> None:
     """Both as they stand: the line in a shell, the code as train.py after a model and data."""
     setting = _setting(

@@ -49,6 +49,7 @@ def test_a_run_is_drawn_and_leaves_its_board_and_results(tmp_path: Path) -> None
     assert list((tmp_path / "demo" / "tensorboard").glob("events.out.*"))
 
 
+@pytest.mark.long  # test_stopping.py interrupts runs, and the test above looks at the board
 def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
     """The board stays, the ranks save, the cursor is there, and no process is left."""
     args = ["--steps", "1000000", "--name", "ctrl-c-in-a-terminal"]
