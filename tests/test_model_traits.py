@@ -186,18 +186,14 @@ def test_activation_checkpointing(build: Any, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("units",),
-    tiers.first(
-        [
-            ((toys.Stage, toys.Block),),
-            ((nn.Linear, toys.Nested),),
-            ((toys.Stage,),),
-            ((toys.Block,),),
-            ((nn.Linear,),),
-        ],
-        1,
-        3,
-    ),
+    "units",
+    [
+        (toys.Stage, toys.Block),
+        pytest.param((nn.Linear, toys.Nested), marks=pytest.mark.full),
+        pytest.param((toys.Stage,), marks=pytest.mark.full),
+        pytest.param((toys.Block,), marks=[pytest.mark.full, pytest.mark.long]),
+        pytest.param((nn.Linear,), marks=[pytest.mark.full, pytest.mark.long]),
+    ],
 )
 def test_nested_units(units: tuple[type[nn.Module], ...]) -> None:
     """Units inside units, only the outer, only the inner, single layers, and the root as a unit."""
