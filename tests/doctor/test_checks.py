@@ -392,6 +392,19 @@ def test_a_node_that_did_not_come_is_told_by_its_number() -> None:
     assert "ranks 6-7 did not come" in unknown.what
 
 
+def test_a_node_with_fewer_ranks_has_no_slow_link() -> None:
+    """One connection carries less than two."""
+    survey = _scaled(_healthy(), lambda a, b: 0.4 if "h3" in (a, b) else 1)
+    sent = {
+        rank: NetworkResults(sent=[each for each in found.sent if each.target != 7])
+        for rank, found in survey.networks.items()
+        if rank != 7
+    }
+    fewer = replace(_without(survey, 7), networks=sent)
+    assert "found 1" in _only(ranks_per_node(fewer)).what
+    assert [each.level for check in (bandwidth, pairs) for each in check(fewer)] == ["ok", "ok"]
+
+
 def test_rank_zero_may_have_the_wrong_clock() -> None:
     """The median of all clocks counts, not rank 0's."""
     ahead = {str(node): ClockFacts(low=50.0, high=50.1) for node in range(1, 4)}

@@ -199,11 +199,15 @@ def collectives(survey: Survey) -> list[Finding]:
 
 
 def node_rates(survey: Survey) -> dict[tuple[str, str], float]:
-    """Bytes per second from one node to another, all its ranks together; and inside one, of its slowest."""
+    """Bytes per second from one node to another, all its ranks together; and inside one, of its slowest.
+
+    Not between nodes with different numbers of ranks, which have their own line: a link is not to blame.
+    """
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for each in survey.transfers:
         ends = survey.ranks[each.source].place.node, survey.ranks[each.target].place.node
-        found[ends].append(each.nbytes / each.seconds)
+        if len(survey.nodes[ends[0]]) == len(survey.nodes[ends[1]]):
+            found[ends].append(each.nbytes / each.seconds)
     return {
         ends: min(rates) if ends[0] == ends[1] else len(rates) * min(rates) for ends, rates in found.items()
     }
