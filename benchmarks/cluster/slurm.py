@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,13 +26,13 @@ ClusterName=mics
 SlurmctldHost=host0({controller})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=20
+AuthInfo=socket={sockets}/munge.socket,cred_expire=20
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/slurmd-%n.log
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={sockets}/spool-%n
 SlurmdParameters=config_overrides
 SlurmdTimeout=12
 MinJobAge=5
@@ -70,6 +71,7 @@ class SlurmCluster:
     def __init__(self, cluster: NamespaceCluster, folder: Path, *, gpus: int) -> None:
         self._cluster = cluster
         self._folder = folder
+        self._sockets = Path()  # with a short path: that of a socket has at most 108 characters
         self._gpus = gpus
         self._munged: subprocess.Popen[bytes] | None = None
 
@@ -77,6 +79,7 @@ class SlurmCluster:
         missing = missing_program()
         if missing is not None:
             raise ClusterError(f"`{missing}` is not installed: it comes with slurm-wlm, munge or util-linux")
+        self._sockets = Path(tempfile.mkdtemp(prefix="slurm"))
         try:
             self._write_files()
             self._start_munge()
@@ -97,6 +100,7 @@ class SlurmCluster:
         if self._munged is not None:
             self._munged.kill()
             self._munged.wait()
+        shutil.rmtree(self._sockets, ignore_errors=True)
         for host in range(self._cluster.num_hosts):
             shutil.rmtree(self._etc(host), ignore_errors=True)
         if Path("/etc/netns").is_dir() and not any(Path("/etc/netns").iterdir()):
@@ -187,7 +191,12 @@ class SlurmCluster:
             for host in hosts[1:]
         ]
         (self._folder / "slurm.conf").write_text(
-            _CONFIG.format(folder=self._folder, controller=self._cluster.address(0), nodes="\n".join(nodes))
+            _CONFIG.format(
+                folder=self._folder,
+                sockets=self._sockets,
+                controller=self._cluster.address(0),
+                nodes="\n".join(nodes),
+            )
         )
         for gpu in range(self._gpus):
             (self._folder / f"gpu{gpu}").touch()
@@ -195,7 +204,7 @@ class SlurmCluster:
         (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def _start_munge(self) -> None:
-        key, socket = self._folder / "munge.key", self._folder / "munge.socket"
+        key, socket = self._folder / "munge.key", self._sockets / "munge.socket"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         files = {"key-file": key, "socket": socket, "pid-file": "munge.pid", "seed-file": "munge.seed"}
