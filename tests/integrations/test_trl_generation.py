@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
-from trl import GRPOConfig, GRPOTrainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 import mics
 from mics.integrations.transformers import MicsConfig, MicsTrainerMixin
@@ -177,6 +177,61 @@ def test_tokens_losses_and_norms_of_one_process(options: dict[str, Any], tmp_pat
         for history, _ in found:
             _assert_same(history, expected)
         parts = zip(*(seen for _, seen in found), strict=True)  # of each generation, a part of each rank
+        assert [list(chain(*part)) for part in parts] == tokens
+
+
+class _MyDistillationTrainer(MicsTrainerMixin, DistillationTrainer):
+    """What the docs show."""
+
+
+def _teacher() -> nn.Module:
+    torch.manual_seed(5)
+    config = llama().config
+    config.hidden_size, config.intermediate_size, config.tie_word_embeddings = 32, 48, False
+    return LlamaForCausalLM(config)
+
+
+def _distil(
+    folder: str, partition_size: int | None, world_size: int
+) -> tuple[list[dict[str, float]], list[list[list[int]]]]:
+    from datasets import Dataset
+
+    fresh_accelerate()
+    options: dict[str, Any] = {
+        "max_steps": 3,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": _NEW,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 8 // world_size,
+    }
+    given: dict[str, Any] = {
+        "teacher_model": _teacher(),
+        "args": arguments(folder, config=DistillationConfig, **options),
+        "train_dataset": Dataset.from_list([{"prompt": text(n, 2 + n % 3)} for n in range(16)]),
+        "processing_class": tokenizer(),
+    }
+    if partition_size is None:
+        trainer = DistillationTrainer(llama(), **given)
+    else:
+        trainer = _MyDistillationTrainer(
+            llama(), mics_config=MicsConfig(partition_size=partition_size), **given
+        )
+    seen = _draw_alike(trainer)
+    trainer.train()
+    return _history(trainer), seen
+
+
+@pytest.mark.full
+def test_a_sharded_teacher(tmp_path: Path) -> None:
+    """The loss multiplies with the weights of the teacher's head, after the teacher's forward."""
+    ((expected, tokens),) = run_ranks(1, _distil, str(tmp_path), None, 1, launch="none")
+    _assert_learns(expected)
+    for world_size in (2, 4):
+        found = run_ranks(world_size, _distil, str(tmp_path), 2, world_size)
+        for history, _ in found:
+            _assert_same(history, expected)
+        parts = zip(*(seen for _, seen in found), strict=True)
         assert [list(chain(*part)) for part in parts] == tokens
 
 

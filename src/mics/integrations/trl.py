@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch.nn as nn
@@ -22,12 +23,33 @@ from mics.state_dict import summon_full_params
 
 
 def adopt_generation(trainer: Any) -> None:
-    """Let a trainer of TRL that was just built generate from a sharded model."""
+    """Let a trainer of TRL that was just built generate from a sharded model, and learn from one."""
     if isinstance(getattr(trainer, "_dist", None), DistributedBackend):
         trainer._dist.__class__ = FullParamsBackend
     generation = getattr(trainer, "vllm_generation", None)
     if isinstance(generation, VLLMGeneration):
         generation.__class__ = WeightsToVLLM
+    teacher = getattr(trainer, "teacher_model", None)
+    if teacher is not None and is_sharded(teacher):
+        trainer._compute_loss = _with_whole_head(teacher, trainer._compute_loss)
+
+
+def _with_whole_head(teacher: Any, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """For a loss that multiplies with the weights of the teacher's head, after the teacher's forward."""
+    head = teacher.get_output_embeddings()
+    name = next(name for name, module in teacher.named_modules() if module is head)
+    names = [f"{name}.{parameter}" for parameter, value in head.named_parameters(recurse=False)]
+
+    def compute(*args: Any, **options: Any) -> Any:
+        found = dict(iter_full_params(teacher, names, dtype=param_dtype(teacher)))
+        whole = SimpleNamespace(weight=found[f"{name}.weight"], bias=found.get(f"{name}.bias"))
+        teacher.get_output_embeddings = lambda: whole
+        try:
+            return compute_loss(*args, **options)
+        finally:
+            del teacher.get_output_embeddings
+
+    return compute
 
 
 class FullParamsBackend(DistributedBackend):
