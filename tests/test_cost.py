@@ -123,6 +123,17 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
     assert (cluster.name, cluster.world_size, cluster.inter.ramp_nbytes) == ("my", 8, 4096)
 
 
+def test_a_file_is_not_taken_for_a_named_cluster(tmp_path: Path) -> None:
+    """A plan derates named clusters, and launches with their names."""
+    path = tmp_path / "p4d.24xlarge.yaml"
+    links = "ranks_per_node: 2\nintra: &l {bandwidth: 1, latency: 0}\ninter: *l\n"
+    path.write_text(links)
+    with pytest.raises(SettingsError, match=r"expected a name of its own, found p4d.24xlarge"):
+        find_cluster(str(path))
+    path.write_text(f"{links}name: my-p4d\n")
+    assert find_cluster(f"{path}:2").name == "my-p4d"
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

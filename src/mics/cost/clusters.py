@@ -293,7 +293,12 @@ def _read(path: Path) -> Cluster:
     if described.get("computing") is not None:
         described["computing"] = _computing(path, described["computing"])
     described.setdefault("num_nodes", 1)
-    described.setdefault("name", path.stem)
+    described["name"] = name = str(described.get("name", path.stem))
+    if name in PRESETS:
+        raise SettingsError(
+            f"cluster file {path}: expected a name of its own, found {name}, that of another cluster; "
+            f"put a line such as 'name: my-{name}' into the file"
+        )
     return Cluster(**described)
 
 
