@@ -461,6 +461,47 @@ def test_nothing_is_kept_of_a_step_that_is_left_out() -> None:
             assert losses == pytest.approx(without, rel=1e-3)
 
 
+def _left_out_and_saved(folder: str, *, zeroed: bool = False, rolls_back: bool = False) -> bool:
+    """Whether a run that goes on equals one that loads, where a step of huge gradients was left out."""
+    model = mics.shard(_model(), partition_size=1, compression=mics.Compression(hop2="int4"))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def backward(factor: float = 1.0) -> None:
+        x, y = _batch(0, 0, dist.get_rank())
+        ((model(x) - y).square().mean() * factor).backward()
+        mics.clip_grad_norm_(model, 1e9)  # looks at them
+
+    def go_on() -> dict[str, Tensor]:
+        for _ in range(2):
+            backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return mics.full_state_dict(model, rank0_only=False)
+
+    go_on()
+    if not rolls_back:
+        backward(1e12)
+        optimizer.zero_grad(set_to_none=not zeroed)
+    mics.save(folder, model, optimizer)
+    expected = go_on()
+    if rolls_back:
+        backward(1e12)
+    mics.load(folder, model, optimizer)
+    optimizer.zero_grad(set_to_none=not zeroed)
+    found = go_on()
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"zeroed": True}, marks=pytest.mark.full), {"rolls_back": True}], ids=str
+)
+def test_checkpoints_have_nothing_of_a_step_that_is_left_out(
+    tmp_path: Path, settings: dict[str, bool]
+) -> None:
+    """Nor does a step that is left out take away what a checkpoint brought."""
+    assert all(run_ranks(2, _left_out_and_saved, str(tmp_path / "saved"), kwargs=settings))
+
+
 class _Beside(nn.Module):
     """A block of 64 values is of both parameters."""
 

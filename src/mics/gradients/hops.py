@@ -334,6 +334,8 @@ def gather_errors(shown: ShownGradients) -> None:
     """
     for each in shown.with_errors:
         assert each.errors is not None
+        each.drop_cleared()  # nothing is kept of a step that was left out
+        each.drop_zeroed()
         each.settle()
         spec, share = each.unit.spec, each.unit.share
         label = f"what rounding lost of {spec.label}"

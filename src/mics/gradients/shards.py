@@ -105,7 +105,8 @@ class UnitGradients:
         return codec if self.errors is None else WithErrors(codec, self.errors)
 
     def forget_errors(self) -> None:
-        """Start with nothing that rounding has lost."""
+        """Start with nothing that rounding has lost. What is kept from here on is not of these gradients."""
+        self.is_taken = True
         if self.errors is not None:
             self.settle()
             self.errors.zero_()
@@ -118,7 +119,7 @@ class UnitGradients:
             self.errors.mul_(1 - left_out.to(self.errors))
 
     def drop_zeroed(self) -> None:
-        """Before the next gradients come: what no optimizer was shown, and is zero, was left out too."""
+        """What no optimizer was shown, and is zero, was left out too."""
         if self.state is GradState.REDUCED and not self.is_taken and self.errors is not None:
             self.settle()
             found = self.step_gradient()
