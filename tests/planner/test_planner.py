@@ -621,6 +621,13 @@ def test_numbers_of_nodes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFix
     assert text.count("<svg") == 3 and "how many nodes of p4d.24xlarge" in text
 
 
+def test_nodes_that_cost_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose bars have no length."""
+    nodes = ["--nodes", "1", "2", "--global-batch", "64", "--tokens", "1B", "--price", "0"]
+    assert main(["plan", "--model", "gpt-tiny", "--cluster", "p4d.24xlarge", *nodes]) == 0
+    assert _flat(capsys).count(" $0.00") == 5
+
+
 def test_the_sweep_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     """Each number of nodes has what a single plan has; one that does not fit has its reason."""
     request = ["plan", "--model", "gpt-66b", "--cluster", "p4d.24xlarge", "--nodes", "1", "8"]

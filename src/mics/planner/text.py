@@ -126,7 +126,7 @@ def _curve(found: Sweep, console: Console) -> None:
     for number, (nodes, _) in enumerate(found.possible):
         cells = []
         for points in columns.values():
-            most = max(value for value, _ in points)
+            most = max(value for value, _ in points) or 1.0  # nodes may be free
             value, words = points[number]
             cells.append(f"{'█' * max(1, round(_BAR * value / most))} {words}")
         table.add_row(f"{nodes:,}", *cells, style="bold" if nodes == found.advised[0] else None)
