@@ -6,6 +6,7 @@ import errno
 import gzip
 import itertools
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ def test_a_text_without_blank_lines_is_cut_too(tmp_path: Path) -> None:
             r"nul\.jsonl: expected text without the bytes 0 and 4, .* found 0",
         ),
         ("eot.txt", b"a\4b", r"eot\.txt: expected text without the bytes 0 and 4, .* found 4 in 'a"),
+        ("text.txt.xz", lzma.compress(b"text\n" * 99), r"text\.txt\.xz, line 1: .* unpack it if it"),
         ("latin.TXT.GZ", gzip.compress(b"gr\xfcn"), r"latin\.TXT\.GZ, line 1: .* found the byte 0xfc"),
         ("torn.gz", gzip.compress(b"text\n" * 99)[:-9], r"torn\.gz: could not be read: Truncated"),
     ],

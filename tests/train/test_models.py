@@ -27,7 +27,7 @@ from mics.utils.deprecation import new_flags
 from tests import tiers
 from tests.ranks import run_ranks
 from tests.toys import seeded
-from tests.train.model_configs import BOTH, OTHERS, config_file, ready_ranks  # noqa: F401
+from tests.train.model_configs import BOTH, CONFIGS, OTHERS, config_file, ready_ranks  # noqa: F401
 
 pytest.importorskip("transformers", minversion="5")  # which fill the buffers of models on meta
 
@@ -104,6 +104,33 @@ def _on_meta(found: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "objective"),
+    [
+        ("roberta", {}, "causal"),
+        ("roberta", {"architectures": ["RobertaForCausalLM"]}, "auto"),
+        ("roberta", {"is_decoder": True}, "masked"),
+        ("bert-generation", {**CONFIGS["roberta"], "max_position_embeddings": 32}, "auto"),
+        ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32}, "causal"),
+        ("llama", {}, "auto"),
+    ],
+)
+def test_the_objective_decides_which_tokens_are_seen(
+    tmp_path: Path, kind: str, changes: dict[str, Any], objective: Any
+) -> None:
+    """A causal model does not see the tokens that it predicts, whatever its class does by itself."""
+    file = config_file(tmp_path / "tiny", kind, **{"vocab_size": 260, **changes})
+    found = _settings(file, objective=objective).model.build()
+    torch.manual_seed(0)
+    model = found.make().eval()
+    tokens = torch.arange(5, 21)[None]
+    other = tokens.clone()
+    other[0, -1] = 30
+    with torch.no_grad():
+        before, after = (model(given).logits[0, :-1] for given in (tokens, other))
+    assert torch.equal(before, after) == (found.objective == "causal")
+
+
 def test_named_sizes_of_both_kinds_are_trainable() -> None:
     """BERT's and RoBERTa's by name; another objective changes what tokens see."""
     assert {name for name in GPT_SIZES if ModelSettings(name=name).build().objective == "masked"} == {
@@ -137,6 +164,7 @@ def test_a_function_says_its_objective() -> None:
             r"model\.num_layers: expected it unset beside .*found 1; leave it out and change its config",
         ),
         ({"name": "{}/llama", "seq_len": 64}, r"model\.seq_len: expected at most the 32 positions"),
+        ({"name": "{}/xlnet"}, r"--model xlnet \(xlnet\): expected a causal or a masked language model"),
         ({"name": "{}/llama", "objective": "masked"}, r"model\.objective: expected one that AutoModelForM"),
         ({"name": TIED, "vocab_size": 400}, r"leave it out and change the function that builds it"),
         ({"name": "{}/bin"}, r"expected weights as safetensors, found pytorch_model.bin; convert"),
@@ -161,6 +189,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "plain.json").write_text('{"a": 1}')
     config_file(tmp_path / "t5", "t5", d_model=8, num_layers=1, num_heads=2, d_ff=8, vocab_size=300)
+    config_file(tmp_path / "xlnet", "xlnet", d_model=8, n_layer=1, n_head=2, d_inner=8, vocab_size=300)
     config_file(tmp_path / "llama", "llama")
     config_file(tmp_path / "small", "llama", vocab_size=100)
     config_file(tmp_path / "bin", "llama")

@@ -285,14 +285,14 @@ def test_new_runs_of_one_name_lose_nothing_of_earlier_ones(tmp_path: Path) -> No
 
 
 def test_other_data_than_the_checkpoints_is_told(tmp_path: Path) -> None:
-    """The run goes on: more data may be just what is wanted."""
+    """The run goes on: more data may be just what is wanted. Tokens that mean something else never are."""
     model = torch.nn.Linear(1, 1)
     mics.shard(model)
     me = Rank(
         rank=0, num_ranks=1, local_rank=0, ranks_per_node=1, ranks_per_gpu=1, device=torch.device("cpu")
     )
 
-    def checkpoints_of(digest: str, told: list[str]) -> Checkpoints:
+    def checkpoints_of(digest: str, told: list[str], tokenizer: str = "bytes") -> Checkpoints:
         return Checkpoints(
             _config(tmp_path, "latest"),
             me,
@@ -301,6 +301,7 @@ def test_other_data_than_the_checkpoints_is_told(tmp_path: Path) -> None:
             parts={},
             data_digest=digest,
             tell=told.append,
+            tokenizer=tokenizer,
         )
 
     first = checkpoints_of("one", [])
@@ -310,6 +311,8 @@ def test_other_data_than_the_checkpoints_is_told(tmp_path: Path) -> None:
         told: list[str] = []
         assert checkpoints_of(digest, told).resume().step == 4
         assert any("expected those of the checkpoint" in line for line in told) is warned
+    with pytest.raises(SettingsError, match=r"trained with \(bytes\), found another \(4f\); prepare"):
+        checkpoints_of("one", [], "4f").resume()
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +329,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.Mo
         optimizer=torch.optim.SGD(nothing.parameters(), 0.1),
         parts={},
         data_digest="",
+        tokenizer="bytes",
         tell=told.append,
     )
     checkpoints.dealing = Dealing(batch_size=1, micro_steps=1, num_ranks=1)

@@ -123,6 +123,7 @@ def test_the_digest_is_of_all_that_decides_which_sequence_is_where(fables: Token
     ]
     assert len(set(found)) == len(found)
     assert found[0] == ShardSequences([fables], **usual).digest()
+    assert ShardSequences([fables], **usual).tokenizer == fables.index.tokenizer != "bytes"
 
 
 def test_text_goes_through_the_tokenizer_of_the_shards(fables: TokenData) -> None:

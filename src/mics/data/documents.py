@@ -132,7 +132,8 @@ def _lines(file: Path, advance: Advance) -> Iterator[tuple[int, str]]:
             if b"\0" in line:
                 raise SettingsError(
                     f"{file}, line {number}: expected text in UTF-8, found the byte 0; convert the "
-                    "file if it is UTF-16 (iconv -f UTF-16 -t UTF-8), or leave it out"
+                    "file if it is UTF-16 (iconv -f UTF-16 -t UTF-8), unpack it if it is compressed, or "
+                    "leave it out"
                 )
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")

@@ -125,16 +125,18 @@ def heads_of(model: nn.Module) -> int:
 def _of_config(file: Path, *, folder: Path | None, objective: Objective | None) -> ModelDescription:
     described = huggingface.read_config(file)
     config = huggingface.as_config(described, file)
-    found = huggingface.objective_of(config)
+    found = objective or huggingface.objective_of(config)
     if objective is not None:
         huggingface.check_objective(config, objective, file)
+    if found is not None:
+        huggingface.let_see(config, found)
     where = (file.parent if folder is None else folder).resolve().name
     stem = where if folder is not None or file.name == huggingface.CONFIG else file.stem
     return ModelDescription(
         source="config",
         title=f"{stem} ({config.model_type})",
-        objective=objective or found,
-        make=partial(huggingface.make_model, config, objective or found, file),
+        objective=found,
+        make=partial(huggingface.make_model, config, found, file),
         seq_len=huggingface.usable_length(config),
         hidden_size=config_number(config, WIDTH_NAMES) or 0,
         vocab_size=config_number(config, ("vocab_size",)) or 0,

@@ -38,6 +38,8 @@ _POSITIONS_AFTER_PADDING: Final = frozenset(
         "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
     }
 )  # fmt: skip
+# Permutations decide what a token sees: without them it sees the one that it is to predict.
+_NOT_CAUSAL: Final = frozenset({"xlnet"})
 
 
 def config_number(config: Any, names: tuple[str, ...]) -> int | None:
@@ -152,6 +154,18 @@ def check_objective(config: Any, objective: Objective, file: Path) -> None:
         )
 
 
+def let_see(config: Any, objective: Objective) -> None:
+    """Have the config say which tokens each token sees, in kinds that have models of both objectives.
+
+    There the class does not decide it: a ``BertLMHeadModel`` sees the tokens that it is to predict, unless
+    the config says that it is a decoder.
+    """
+    flag = "causal" if config.model_type == "xlm" else "is_decoder"
+    both = _class_names("causal").keys() & _class_names("masked").keys()
+    if config.model_type in both | {"bert-generation"}:
+        setattr(config, flag, objective == "causal")
+
+
 def refuse_kind(title: str) -> SettingsError:
     """The error for a model that predicts no tokens of its own input."""
     return SettingsError(
@@ -184,5 +198,6 @@ def _class_names(objective: Objective) -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     if objective == "causal":
-        return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        names = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        return {kind: name for kind, name in names.items() if kind not in _NOT_CAUSAL}
     return dict(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)

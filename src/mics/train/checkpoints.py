@@ -60,6 +60,7 @@ class Checkpoints:
         optimizer: Optimizer,
         parts: Mapping[str, Any],
         data_digest: str,
+        tokenizer: str,
         tell: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -67,7 +68,7 @@ class Checkpoints:
         self._model = model
         self._optimizer = optimizer
         self._parts = parts  # with state_dict and load_state_dict: scheduler, meter, ...
-        self._data_digest = data_digest
+        self._data = {"digest": data_digest, "tokenizer": tokenizer}
         self._tell = tell  # rank 0 shows it, the others do not
         self._saving: mics.Saving | None = None
         self._saved_step = -1
@@ -143,7 +144,7 @@ class Checkpoints:
 
     def _save(self, step: int, *, wait: bool) -> None:
         assert self.dealing is not None
-        extra = {**self._parts, "step": step, "data": {**self.dealing.as_dict(), "digest": self._data_digest}}
+        extra = {**self._parts, "step": step, "data": {**self.dealing.as_dict(), **self._data}}
         self._saving = mics.save(
             self._config.checkpoint_dir,
             self._model,
@@ -156,14 +157,20 @@ class Checkpoints:
         self._saved_step = step
 
     def _resumed(self, folder: Place, place: "_Place", *, own: bool) -> Resumed:
-        step, (dealing, digest) = place.step.value, place.data.value
+        step, (dealing, data) = place.step.value, place.data.value
+        if data.get("tokenizer", self._data["tokenizer"]) != self._data["tokenizer"]:
+            raise mics.SettingsError(
+                f"data: expected the tokenizer that the run of {folder} was trained with "
+                f"({data['tokenizer']}), found another ({self._data['tokenizer']}); prepare "
+                "the data with that tokenizer, or begin a run of another --name"
+            )
         if dealing.num_ranks != self._me.num_ranks:
             # Nobody's random state fits. From the seed alone, dropout would repeat that of the beginning.
             seed_rank(self._config.seed, step=step, rank=self._me.rank)
         if own and self._me.rank == 0:
             _forget_later(self._config, folder, self._tell)
         self._tell(f"going on from {folder}, after step {step}")
-        if digest not in (None, self._data_digest):
+        if data.get("digest", self._data["digest"]) != self._data["digest"]:
             self._tell(
                 "mics: warning: data, seed: expected those of the checkpoint, found other files, weights, "
                 "seq_len or seed: sequences that the run has seen may come again"
@@ -207,15 +214,17 @@ class _Place:
 
     def __init__(self) -> None:
         self.step = _Checked(lambda step: _count(step, least=0))
-        self.data = _Checked(_dealing_and_digest)
+        self.data = _Checked(_dealing_and_data)
 
     def parts(self) -> dict[str, Any]:
         return {"step": self.step, "data": self.data}
 
 
-def _dealing_and_digest(data: Mapping[str, Any]) -> tuple[Dealing, str | None]:
-    counts = {name: _count(value, least=1) for name, value in data.items() if name != "digest"}
-    return Dealing(**counts), data.get("digest")
+def _dealing_and_data(data: Mapping[str, Any]) -> tuple[Dealing, dict[str, Any]]:
+    """How sequences were dealt out, and what they were: an early version's checkpoint says less."""
+    names = ("digest", "tokenizer")
+    counts = {name: _count(value, least=1) for name, value in data.items() if name not in names}
+    return Dealing(**counts), {name: data[name] for name in names if name in data}
 
 
 def _count(value: Any, *, least: int) -> int:

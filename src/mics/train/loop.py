@@ -116,6 +116,7 @@ def _prepare(config: TrainConfig, me: Rank, console: Console) -> tuple[_Run, Res
         optimizer=optimizer,
         parts={"scheduler": scheduler, "meter": meter, "nonfinite": nonfinite},
         data_digest=sequences.digest(),
+        tokenizer=sequences.tokenizer,
         tell=lambda text: console.print(text, markup=False),
     )
     resumed = checkpoints.resume()

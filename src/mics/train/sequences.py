@@ -18,7 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from mics.comm import join_world
 from mics.data import Mixture, Source, TokenData
 from mics.data.hashing import Words, draw
-from mics.data.index import TOKENIZER_FILE, Split, changed_shards, digest_of, read_index
+from mics.data.index import BYTES, TOKENIZER_FILE, Split, changed_shards, digest_of, read_index
 from mics.data.packing import MaskedPacking, Objective, PackedSequences, make_packing
 from mics.data.tokenizer import BytesTokenizer, Tokenizer, different_token, tokenizer_of
 from mics.errors import SettingsError
@@ -66,6 +66,11 @@ class Sequences(Protocol):
         """Of all that decides which sequence is where: a run that goes on compares it."""
         ...
 
+    @property
+    def tokenizer(self) -> str:
+        """``bytes``, or the digest of the tokenizer's file: what the numbers of the tokens mean."""
+        ...
+
     def train(self, step: int, places: Places, *, of: int) -> TensorPair:
         """Those at ``places`` among the ``of`` sequences of a step."""
         ...
@@ -100,6 +105,10 @@ class TextSequences:
 
     def digest(self) -> str:
         return _digest(xxh3_128_hexdigest(self.text.train.numpy().data), self.seq_len, self.seed)
+
+    @property
+    def tokenizer(self) -> str:
+        return BYTES
 
     def train(self, step: int, places: Places, *, of: int) -> TensorPair:
         """Windows that begin anywhere."""
@@ -175,6 +184,10 @@ class ShardSequences:
 
     def digest(self) -> str:
         return self._digest
+
+    @property
+    def tokenizer(self) -> str:
+        return self._folder.index.tokenizer
 
     def train(self, step: int, places: Places, *, of: int) -> TensorPair:
         return _as_tensors(self._train.batch((step - 1) * of + places))
