@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import mics
 from tests import pairwise, tiers
 from tests.checkpoint.runs import loaded, loads, trained_and_saved
 from tests.ranks import run_ranks
@@ -74,3 +79,61 @@ def test_training_goes_on(pair: Pair, saved: Saved) -> None:
     for source, values in zip(sources, found, strict=True):
         expected = saved(source)[1]["after"]
         assert values["after"] == (expected if source == pair else pytest.approx(expected, rel=1e-4))
+
+
+class _Gained(nn.Module):
+    """A parameter without dimensions, as CLIP's ``logit_scale``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain, self.linear = nn.Parameter(torch.ones(())), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * self.linear(x)
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int) -> None:
+    for number in range(num):
+        model(torch.ones(2, 4) * (number + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _gained(
+    kind: Any, folder: str, given: dict[str, Any] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Two steps and a checkpoint, or with one or another program's state two more steps."""
+    model = mics.shard(_Gained())
+    optimizer = kind(model.parameters(), lr=0.1)
+    if given is not None:
+        mics.load_full_state_dict(model, given["model"])
+        optimizer.load_state_dict(given["optimizer"])
+    elif Path(folder).exists():
+        mics.load(folder, model, optimizer)
+    _steps(model, optimizer, 2)
+    if given is None and not Path(folder).exists():
+        mics.save(folder, model, optimizer)
+    state = mics.full_optimizer_state_dict(model, optimizer, rank0_only=False)["gain"]
+    return mics.full_state_dict(model, rank0_only=False), state
+
+
+@pytest.mark.parametrize("kind", tiers.first([torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad]))
+def test_a_parameter_without_dimensions(kind: Any, tmp_path: Path) -> None:
+    """From one rank to several and back, and from a plain program: state has its shape or is a number."""
+    plain = _Gained()
+    optimizer = kind(plain.parameters(), lr=0.1)
+    _steps(plain, optimizer, 2)
+    given = deepcopy({"model": plain.state_dict(), "optimizer": optimizer.state_dict()})
+    _steps(plain, optimizer, 2)
+    for num_saved in (1, 2):
+        folder = str(tmp_path / str(num_saved))
+        run_ranks(num_saved, _gained, kind, folder)
+        for num_loaded in (1, 2, 4):
+            for found in (
+                run_ranks(num_loaded, _gained, kind, folder),
+                run_ranks(num_loaded, _gained, kind, folder, given),
+            ):
+                for params, state in found:
+                    torch.testing.assert_close(params, plain.state_dict())
+                    torch.testing.assert_close(state, optimizer.state[plain.gain])

@@ -21,6 +21,7 @@ from mics.checkpoint.records import MODEL, OPTIMIZER, TensorPart
 from mics.engine import Engine
 from mics.errors import SettingsError
 from mics.gradients.eight_bit import eight_bit_of
+from mics.gradients.trial_step import is_per_element
 from mics.sharding.unit import Unit
 from mics.state_dict import state_names
 
@@ -211,7 +212,7 @@ def _state_parts(held: HeldParam, optimizer: Optimizer) -> Iterator[TensorPart]:
         name = state_name(held.name, entry)
         if eight_bit is not None and eight_bit.is_per_block(entry):
             yield held.part(name, value, once=True, block_numel=eight_bit.block_numel)
-        elif isinstance(value, Tensor) and value.shape == held.shard.shape and value.dim() > 0:
+        elif is_per_element(optimizer, held.shard, entry, value, held.shard.shape):
             yield held.part(name, value, once=True)
         elif value is not None and own.start == 0:  # all ranks have the same: the first of them writes it
             if not isinstance(value, Tensor | int | float | bool):

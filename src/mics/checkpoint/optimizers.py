@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from mics.checkpoint.names import state_entries
 from mics.checkpoint.records import StoredTensor
 from mics.checkpoint.wanted import Wanted, converts
 from mics.gradients.eight_bit import EightBit, eight_bit_of
+from mics.gradients.trial_step import IMPLEMENTATION, state_after_a_step
 from mics.guard import ShardParameter, ShardTensor
 from mics.sharding.contiguous import Contiguous
 
 _Entries = dict[int, dict[str, Tensor]]  # by id of the shard: the entries of its state
-# How an optimizer computes, not what: the one that is there knows what fits its device.
-_IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # What torch's schedulers leave among an optimizer's settings.
 _OF_SCHEDULERS: Final = frozenset(
     {"initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum"}
@@ -193,7 +191,7 @@ def _is_like(value: Any, present: Any) -> bool:
 
 def _refuse_other_class(wanted: Wanted, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Each class has settings of its own: its state would not be found wrong before the next step."""
-    own = optimizer.defaults.keys() - _IMPLEMENTATION
+    own = optimizer.defaults.keys() - IMPLEMENTATION
     missing, strange = sorted(own - saved.keys()), sorted(saved.keys() - own - _OF_SCHEDULERS)
     if missing and strange:  # one of both alone: another version of the same class
         wanted.problems.append(
@@ -204,7 +202,7 @@ def _refuse_other_class(wanted: Wanted, optimizer: Optimizer, saved: Mapping[str
 
 def _options_by_param(groups: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
-        name: {k: v for k, v in group.items() if k not in ("params", "param_names", *_IMPLEMENTATION)}
+        name: {k: v for k, v in group.items() if k not in ("params", "param_names", *IMPLEMENTATION)}
         for group in groups
         for name in group["params"]
     }
@@ -311,41 +309,26 @@ def _check_state(
     """That what was found is what this optimizer keeps: else it would not be missed before the next step."""
     names = {id(held.shard): held.name for held in contents.params}
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        found = {id(param): entries[id(param)] for param in group["params"] if id(param) in entries}
-        expected = _state_after_a_step(optimizer, settings) if found else None
+        found = [(param, entries[id(param)]) for param in group["params"] if id(param) in entries]
+        expected = state_after_a_step(optimizer, settings) if found else None
         if expected is None:
             continue
-        for param, own in found.items():
+        for param, own in found:
             wrong = sorted(
-                key for key in expected if key not in own or not _stands_for(own[key], expected[key])
+                key
+                for key in expected
+                if key not in own or not _stands_for(own[key], expected[key], param.dim())
             )
             if wrong or not expected:
                 wanted.problems.append(
-                    f"{names[param]}: expected the state of {type(optimizer).__name__} "
+                    f"{names[id(param)]}: expected the state of {type(optimizer).__name__} "
                     f"({', '.join(expected) or 'none'}), found {', '.join(own)}"
                     + (f" with another {wrong[0]}" if wrong and wrong[0] in own else "")
                 )
 
 
-def _stands_for(value: Tensor, expected: Any) -> bool:
+def _stands_for(value: Tensor, expected: Any, dims: int) -> bool:
     """Whether a value from a file can be the entry that a step made."""
     if isinstance(expected, Tensor) and expected.dim():
-        return value.dim() > 0 and converts(value.dtype, expected.dtype)
+        return value.dim() == dims and converts(value.dtype, expected.dtype)
     return value.dim() == 0 and value.dtype != torch.bool and not value.dtype.is_complex
-
-
-def _state_after_a_step(optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What torch's own optimizers keep for a parameter: found by a step of one element. None: not known."""
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim"):
-        return None  # a step of somebody else's may do anything
-    param = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-    param.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
-    taken = inspect.signature(kind).parameters.keys() - _IMPLEMENTATION
-    try:
-        trial = kind([param], **{key: value for key, value in settings.items() if key in taken})
-        with torch.no_grad():
-            inspect.unwrap(kind.step)(trial)  # without the hooks that are around every step
-    except Exception:
-        return None
-    return {key: value for key, value in trial.state[param].items() if value is not None}

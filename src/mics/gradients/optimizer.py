@@ -19,6 +19,7 @@ from mics.gradients.eight_bit import EightBit, eight_bit_of, is_packed, plain_te
 from mics.gradients.host_state import sharded_entries
 from mics.gradients.optimizer_state import make_contiguous
 from mics.gradients.step import Step
+from mics.gradients.trial_step import is_per_element
 from mics.guard import ShardTensor, guard_initialisers, plainly, run_plainly
 from mics.sharding.unit import Unit
 from mics.utils.dtensors import is_dtensor
@@ -304,11 +305,13 @@ def _fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
     state = dict(state_dict["state"])
     for saved_id, param in zip(saved_ids, _params_of(optimizer), strict=True):  # on all ranks in turn
         if saved_id in state:
-            state[saved_id] = _fitting_entries(param, state[saved_id])
+            state[saved_id] = _fitting_entries(optimizer, param, state[saved_id])
     return {**state_dict, "state": state}
 
 
-def _fitting_entries(param: torch.nn.Parameter, entries: dict[str, Any]) -> dict[str, Any]:
+def _fitting_entries(
+    optimizer: Optimizer, param: torch.nn.Parameter, entries: dict[str, Any]
+) -> dict[str, Any]:
     place = _places.get(param)
     step, unit = (None, None) if place is None else (place.step(), place.unit())
     if step is None or unit is None:
@@ -320,7 +323,7 @@ def _fitting_entries(param: torch.nn.Parameter, entries: dict[str, Any]) -> dict
             _check_layout(unit, place.index, value)
         elif is_packed(value):
             pass  # 8-bit state: cut to this rank's blocks before the next step
-        elif isinstance(value, torch.Tensor) and value.dim() and layout.is_whole(value):
+        elif is_per_element(optimizer, param, key, value, layout.whole_shape):
             whole = value.full_tensor() if is_dtensor(value) else value
             fitted[key] = ShardTensor.guard(layout.own_part_of(whole).clone(), layout, ref(step.owner))
         elif isinstance(value, torch.Tensor) and value.dim():
