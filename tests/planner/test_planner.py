@@ -179,6 +179,15 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
     assert shape.num_parameters == 3 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 500 * 64 + 64
 
 
+def test_layers_that_share_weights_are_refused(tmp_path: Path) -> None:
+    """Matrices that are multiplied twelve times would count once."""
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "albert", "num_hidden_layers": 12, "num_hidden_groups": 1}))
+    with pytest.raises(mics.SettingsError, match="found 12 layers that share 1 set of weights; plan for"):
+        find_model(str(file))
+
+
 def build_for_test() -> nn.Module:
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
 

@@ -40,6 +40,19 @@ def test_a_plan_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"{config.batch_size} sequence" in printed
 
 
+def test_what_was_edited_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same plan again changes nothing; another one, or the same over an edited file, renames that."""
+    file = tmp_path / "run.yaml"
+    plan = ["plan", "--write", str(file), "--model", "gpt-1.3b", "--cluster", "p4d.24xlarge:1"]
+    assert main([*plan, "--global-batch", "64"]) == main([*plan, "--global-batch", "64"]) == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+    file.write_text(file.read_text() + "# mine\n")
+    for number in (1, 2):
+        assert main([*plan, "--global-batch", str(64 * number)]) == 0
+        assert f"; what was there is {file}.{number} now" in capsys.readouterr().err
+    assert Path(f"{file}.1").read_text().endswith("# mine\n")
+
+
 def test_what_a_gpu_lacks_is_not_written(tmp_path: Path) -> None:
     """V100s have no bf16; finer units and fewer ahead are written where the plan needs them."""
     batch = ["--global-batch", "256", "--reduce-dtype", "fp16"]

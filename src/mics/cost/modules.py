@@ -14,8 +14,10 @@ import torch.nn as nn
 
 from mics.cost.compute import HALF_SPEED_WIDTH
 from mics.cost.shapes import ModelShape, UnitKind, UnitShape, named_shape, shape_of_config
+from mics.errors import SettingsError
 from mics.layout.assign import ParamRef, Site, assign_sites
 from mics.models.descriptions import ModelDescription, describe_model, heads_of, length_of, width_of
+from mics.utils.numbers import plural
 
 _BESIDE_MATRICES: Final = 7  # x width: input, norms, residual, and the attention's output twice
 _TRAFFIC: Final = 18
@@ -29,6 +31,7 @@ def find_model(description: str, *, seq_len: int | None = None) -> ModelShape:
         return named_shape(description, seq_len=seq_len)
     with torch.device("meta"):
         model = found.make()
+    _refuse_repeated(model)
     return shape_of_module(model, name=description, seq_len=seq_len)
 
 
@@ -39,6 +42,19 @@ def shape_of_description(found: ModelDescription) -> ModelShape:
     with torch.device("meta"):
         model = found.make()
     return shape_of_module(model, name=found.title, seq_len=found.seq_len)
+
+
+def _refuse_repeated(model: nn.Module) -> None:
+    """ALBERT calls one layer twelve times: its work and its activations are not those of its matrices."""
+    config = getattr(model, "config", None)
+    num_groups = getattr(config, "num_hidden_groups", None)
+    num_layers = getattr(config, "num_hidden_layers", 0)
+    if num_groups is not None and num_groups < num_layers:
+        raise SettingsError(
+            f"--model: expected a model that calls each of its layers once, found {num_layers} layers that "
+            f"share {plural(num_groups, 'set')} of weights; plan for a model of the same width and depth "
+            "that does not share them, which takes the same time and activations"
+        )
 
 
 def shape_of_module(model: nn.Module, *, name: str, seq_len: int | None = None) -> ModelShape:

@@ -66,7 +66,7 @@ class PlanOutput:
     html: Path | None = None
     """Also write a page with pictures to this file."""
     write: Path | None = None
-    """Also write the best setting to this file, for mics train --config; an existing file is replaced. It has
+    """Also write the best setting to this file, for mics train --config; an existing file is renamed. It has
     steps: 1000 unless --tokens says how many."""
     data: tuple[Path, ...] = ()
     """With --write: folders that mics data has prepared, to be named in the file; unset: data."""
@@ -232,10 +232,11 @@ def plan(args: Sequence[str]) -> int:
         found = _answer(config, model, cluster)
         if config.output.write is not None:
             command = shlex.join(["mics", "plan", *args])
-            write_run_file(
+            kept = write_run_file(
                 config.output.write, found, model=config.model, data=config.output.data, command=command
             )
-            print(f"written: {config.output.write}", file=sys.stderr)
+            renamed = "" if kept is None else f"; what was there is {kept} now"
+            print(f"written: {config.output.write}{renamed}", file=sys.stderr)
             for doubt in doubts_about_data(config.output.data, describe_model(config.model)):
                 print(f"mics plan: warning: {doubt}", file=sys.stderr)
         return _publish(found, config)

@@ -6,6 +6,7 @@ is called, are written here as text. A test reads the file with them.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -28,10 +29,20 @@ _USUAL_STEPS: Final = 1000  # where nobody says how many tokens there are
 _USUAL_INTERVAL: Final = 100  # steps, and ten checkpoints in a short run
 
 
-def write_run_file(path: Path, found: Answer, *, model: str, data: Sequence[Path], command: str) -> None:
-    """Write the best choice. An existing file is replaced: it is the plan that changed."""
+def write_run_file(
+    path: Path, found: Answer, *, model: str, data: Sequence[Path], command: str
+) -> Path | None:
+    """Write the best choice. Another file that is there, perhaps edited, is renamed: to what."""
+    text = run_file(found, model=model, data=data, command=command)
     try:
-        path.write_text(run_file(found, model=model, data=data, command=command))
+        kept = None
+        if path.is_file() and path.read_bytes() != text.encode():
+            kept = next(
+                place for number in itertools.count(1) if not (place := Path(f"{path}.{number}")).exists()
+            )
+            path.rename(kept)
+        path.write_text(text)
+        return kept
     except OSError as error:
         raise SettingsError(
             f"--write {path}: expected a file that can be written, found: {error.strerror or error}"
