@@ -91,7 +91,7 @@ _SHARDINGS = [
     ("accumulation", "options", "shardings"),
     [
         (2, {}, _SHARDINGS[:3]),
-        pytest.param(2, {}, _SHARDINGS[3:], marks=pytest.mark.full),
+        pytest.param(2, {}, _SHARDINGS[3:], marks=[pytest.mark.full, pytest.mark.long]),
         pytest.param(1, {"round_scales_to_power_of_2": True}, _SHARDINGS[:3], marks=pytest.mark.full),
     ],
     ids=["some", "others", "powers of 2"],

@@ -259,6 +259,7 @@ def test_optimizers_are_checked_before_the_first_batch(set_up: Callable[[], None
 
 
 @pytest.mark.full
+@pytest.mark.long  # the same fit runs under torchrun above, in a process of its own for each rank
 def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
     """A script without a launcher: Lightning starts it again for the other ranks."""
     script = tmp_path / "train.py"

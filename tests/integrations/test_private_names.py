@@ -70,6 +70,7 @@ _NAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "trl": {
         "trl.DPOTrainer._precompute_ref_logps": (),
+        "trl.DistillationTrainer._compute_loss": (),
         "trl.KTOTrainer._precompute_ref_logps": (),
         "trl.distributed.DistributedBackend.summon_full_params": ("module",),
         "trl.generation.vllm_generation.VLLMGeneration._iter_named_params": (),
