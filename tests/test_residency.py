@@ -315,9 +315,8 @@ class Program:
             self.uses.clear()
             self.progress.in_backward = False
             self.tell(What.FAILED)
-            assert not any(
-                unit.gathered for unit in self.units
-            )  # what waits goes when the next forward begins
+            # What waits goes when the next forward begins.
+            assert not any(unit.gathered for unit in self.units)
             return False
         if not self.progress.more_to_come:
             assert not any(unit.is_waiting or unit.gathered for unit in self.units), "something was left"

@@ -69,10 +69,8 @@ def _holders() -> list[Any]:
     found += [torch.optim.SGD([nn.Parameter(torch.zeros(1))]), torch.amp.GradScaler("cpu")]
     # Of other hosts, which few have installed: tests/integrations/test_private_names.py looks for them.
     titan = ("_param_init", "_init_self_parameters", "_init_self_buffers", "_build_llama3_layers")
-    verl, trl = (
-        ("_build_model_optimizer", "_current_platform"),
-        ("_dist", "_fix_param_name_to_vllm", "_compute_loss"),
-    )
+    verl = ("_build_model_optimizer", "_current_platform")
+    trl = ("_dist", "_fix_param_name_to_vllm", "_compute_loss")
     trainer = ("_loss_shifts_labels",)  # which its constructor sets
     torchao = ("_linear_mm_config",)
     found += [SimpleNamespace(**dict.fromkeys((*titan, *verl, *trl, *trainer, *torchao)))]
