@@ -26,6 +26,7 @@ _ROLES: Final = {
     "hop 1 int8": "reduce-scatter",
     "all int8": "hop 2",
 }
+_ORDER: Final = (_BASE, *_ROLES, *(f"{name}{_WITHOUT}" for name in _ROLES))
 _HEAD: Final = (
     "| model | setting | validation loss, mean (min to max) | less float32's | bytes between nodes |"
 )
@@ -47,7 +48,7 @@ class Found:
 def found_of(figures: Mapping[str, Any]) -> list[Found]:
     """In the order of settings, one model after the other."""
     runs = figures["runs"]
-    pairs = dict.fromkeys((run["model"], run["setting"]) for run in _by_model(runs))
+    pairs = dict.fromkeys((run["model"], run["setting"]) for run in _in_order(runs))
     found = []
     for model, setting in pairs:
         own = {run["seed"]: run for run in runs if (run["model"], run["setting"]) == (model, setting)}
@@ -101,10 +102,12 @@ def draw_both(file: Path, figures: Mapping[str, Any]) -> None:
 
 def draw(file: Path, figures: Mapping[str, Any], theme: Theme) -> None:
     """A column for each model: validation losses, gradient norms, and where each setting ended."""
-    models = list(dict.fromkeys(run["model"] for run in _by_model(figures["runs"])))
+    models = list(dict.fromkeys(run["model"] for run in _in_order(figures["runs"])))
     config = figures["config"]
     num_seeds = len({run["seed"] for run in figures["runs"]})
     hollow = any(run["setting"].endswith(_WITHOUT) for run in figures["runs"])
+    trained = {run["setting"] for run in figures["runs"]}
+    shown = [setting for setting in _ORDER if setting != _BASE and setting in trained]
     with picture(
         file,
         height=10.4,
@@ -127,7 +130,7 @@ def draw(file: Path, figures: Mapping[str, Any], theme: Theme) -> None:
             grid[0][column].set_title(_NAMES[model])
             _draw_norms(grid[1][column], runs, theme)
             found = [each for each in found_of(figures) if each.model == model]
-            _draw_ends(grid[2][column], found, theme)
+            _draw_ends(grid[2][column], found, shown, theme)
         grid[0][0].set_ylabel("validation loss")
         grid[1][0].set_ylabel("gradient norm")
 
@@ -163,14 +166,18 @@ def _draw_norms(axes: Axes, runs: Sequence[Mapping[str, Any]], theme: Theme) -> 
     axes.set_xlim(left=0)
 
 
-def _draw_ends(axes: Axes, found: Sequence[Found], theme: Theme) -> None:
-    """Final losses less that of float32, a dot for each seed and their mean; shaded: its own seeds' range."""
+def _draw_ends(axes: Axes, found: Sequence[Found], shown: Sequence[str], theme: Theme) -> None:
+    """Final losses less that of float32, a dot for each seed and their mean; shaded: its own seeds' range.
+
+    A line for each setting that is ``shown``: models share the axis, though one may lack some.
+    """
     base = next((each for each in found if each.setting == _BASE), None)
     if base is not None:
         middle = mean(base.finals)
         axes.axvspan(min(base.finals) - middle, max(base.finals) - middle, color=theme.grid, zorder=0)
     others = [each for each in found if each.setting != _BASE and each.beside]
-    for place, each in enumerate(others):
+    for each in others:
+        place = shown.index(each.setting)
         colour = _line(each.setting, theme)["color"]
         hollow = each.setting.endswith(_WITHOUT)
         axes.plot(
@@ -189,8 +196,8 @@ def _draw_ends(axes: Axes, found: Sequence[Found], theme: Theme) -> None:
     ends = [0.0, *(value for each in others for value in each.beside)]
     room = 0.06 * (max(ends) - min(ends)) or 1.0
     axes.set_xlim(min(ends) - room, max(ends) + room)
-    axes.set_yticks(range(len(others)), [each.setting for each in others])
-    axes.set_ylim(len(others) - 0.4, -0.6)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("final validation loss less that of float32")
 
@@ -215,9 +222,10 @@ def _means(values: Sequence[float], width: int) -> Iterator[float]:
         yield mean(values[start : start + width])
 
 
-def _by_model(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    order = {name: place for place, name in enumerate(_NAMES)}
-    return sorted(runs, key=lambda run: order[run["model"]])
+def _in_order(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Models share an axis, so all have the same order of settings, whichever was trained first."""
+    models = list(_NAMES)
+    return sorted(runs, key=lambda run: (models.index(run["model"]), _ORDER.index(run["setting"])))
 
 
 def _by_setting(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from benchmarks.published import ablations, command, page, pictures, trillion
 from benchmarks.published.command import Published, main
+from benchmarks.published.dated import hardware
 from benchmarks.published.emulate import Job, Measured, jobs_of, layers_of, measure, measured_of
 from benchmarks.published.planned import fits
 from benchmarks.published.predict import PeerAtBest, Range, peers_at_best, predict_row, usual_point
-from benchmarks.published.results import RESULTS, Result, error_of, measured_today, newest, read, write
+from benchmarks.published.results import RESULTS, Result, error_of, measured_before, newest, read, write
 from benchmarks.published.rows import BY_KEY, EXPERIMENTS, ROWS, Measure, rows_of
 from matplotlib.image import imread
 
@@ -328,12 +329,26 @@ def test_a_command_that_was_broken_off_goes_on(tmp_path: Path) -> None:
         command=shlex.join(["mics", "bench", *ours.arguments(Path("elsewhere"))]),
     )
     write(replace(_result("gpt-100b"), measured=(done,)), tmp_path)
-    known = measured_today("gpt-100b", tmp_path)
+    known = measured_before("gpt-100b", tmp_path)
     assert known == (done,)
     (again,) = measure([ours], tmp_path, known)
     assert again.step_seconds == 2.0
     assert replace(_result("gpt-100b"), measured=known).emulated(row) is None
     assert theirs.point.cluster == "p4d.24xlarge:16"
+
+
+def test_what_another_day_measured_counts_if_only_what_is_missing_is_wanted(tmp_path: Path) -> None:
+    """Of the same hardware, the newest first."""
+    ours, _ = jobs_of(BY_KEY["gpt-100b/mics-scaling"])
+    old, new, other = (
+        replace(measured_of(ours, {"step_seconds": [seconds] * 3}, "same"), key=f"{seconds}")
+        for seconds in (3.0, 2.0, 1.0)
+    )
+    for day, machine, each in (("01", None, old), ("02", None, new), ("03", "h9000", other)):
+        file = write(replace(_result("gpt-100b"), measured=(each,)), tmp_path)
+        file.rename(tmp_path / f"published_{machine or hardware()}_2026-01-{day}.json")
+    assert measured_before("gpt-100b", tmp_path) == ()
+    assert measured_before("gpt-100b", tmp_path, any_day=True) == (new, old)
 
 
 def test_a_second_run_of_a_day_keeps_what_the_first_measured(
@@ -364,7 +379,7 @@ def test_a_second_run_of_a_day_keeps_what_the_first_measured(
     monkeypatch.setattr(command, "measure", broken_off)
     with pytest.raises(KeyboardInterrupt):
         command.repeat("gpt-175b", config)
-    assert measured_today("gpt-175b", tmp_path) == whole
+    assert measured_before("gpt-175b", tmp_path) == whole
 
 
 def test_the_whole_trillion_is_in_its_row() -> None:

@@ -17,7 +17,7 @@ from benchmarks.published import page
 from benchmarks.published.dated import hardware
 from benchmarks.published.emulate import jobs_of, measure, those_of
 from benchmarks.published.predict import peers_at_best, predict_row
-from benchmarks.published.results import RESULTS, Result, measured_today, write
+from benchmarks.published.results import RESULTS, Result, measured_before, write
 from benchmarks.published.rows import EXPERIMENTS, rows_of
 
 import mics
@@ -45,6 +45,8 @@ class Published:
     """Print the experiments and their published figures, and stop."""
     peers: bool = True
     """Also other systems, each at its own best setting."""
+    missing: bool = False
+    """Measure only what no result of this GPU has, of whatever day. Without it, what none of today has."""
     results: Path = Path("benchmarks/results")
     """Folder for dated results (JSON and Markdown)."""
     out: Path = Path("runs/published")
@@ -79,7 +81,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if not config.plan_only and not torch.cuda.is_available():
         raise SystemExit("a measurement: expected a CUDA device, found none; add --plan-only")
     config.results.mkdir(parents=True, exist_ok=True)
-    told = {"--plan-only": config.plan_only, "--no-peers": not config.peers}
+    told = {
+        "--plan-only": config.plan_only,
+        "--no-peers": not config.peers,
+        "--missing": config.missing,
+    }
     said = [*(["--all"] if config.all else chosen), *(flag for flag, is_set in told.items() if is_set)]
     command = shlex.join(["python", "-m", "benchmarks.published", *said])
     file = None
@@ -112,7 +118,7 @@ def repeat(experiment: str, config: Published) -> Result:
     # Peers last: their smallest micro-batches take longest, and what is measured before is kept.
     jobs = [job for row in rows for job in jobs_of(row)]
     and_peers = [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]
-    known = measured_today(experiment, config.results)
+    known = measured_before(experiment, config.results, any_day=config.missing)
     for every in (jobs, and_peers):
         known = (*measure(every, config.out / experiment, known), *known)
         found = replace(

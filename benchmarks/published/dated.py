@@ -35,6 +35,11 @@ def day_of(file: Path) -> str:
     return file.stem.rpartition("_")[2]
 
 
+def machine_of(file: Path) -> str:
+    """``h200``, which comes before the day."""
+    return file.stem.split("_", 1)[1].rpartition("_")[0]
+
+
 def latest(folder: Path, theme: str) -> Path | None:
     """The newest result of a GPU, else of a CPU; None: there is none."""
     found = sorted(by_date(folder, theme), key=_on_gpu)  # which keeps the order of dates
@@ -42,5 +47,4 @@ def latest(folder: Path, theme: str) -> Path | None:
 
 
 def _on_gpu(file: Path) -> bool:
-    machine = file.stem.split("_", 1)[1]
-    return not machine.startswith(("cpu", "planner"))
+    return not machine_of(file).startswith(("cpu", "planner"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.published.planned import fits, prediction, setting_of
-from benchmarks.published.predict import PeerAtBest, usual_point
+from benchmarks.published.predict import BESIDE_HSDP, PeerAtBest, usual_point
 from benchmarks.published.rows import Measure, Point, Row
 
 from mics.cost.constants import MATRIX_EFFICIENCY
@@ -22,6 +22,7 @@ from mics.cost.gpus import GPUS
 _BENCH_SYSTEMS: Final = {
     "mics-published": "mics",
     "mics": "mics",
+    BESIDE_HSDP: "mics",
     "zero3": "fsdp2",  # the same collectives; DeepSpeed of today is a system of its own
     "zero2": "zero2",
     "zero2-before": "zero2",
@@ -34,7 +35,6 @@ _GPUS: Final = {"p3dn": "v100", "p4d": "a100", "p4de": "a100", "dgx-a100": "a100
 _THIS_TFLOPS: Final = 450e12  # of an H200 with recomputation, for the time that a run will take
 _WHOLE_SECONDS: Final = 3.6  # a step of the whole model may take
 _STEP_SECONDS: Final = 1.2  # a step of fewer blocks should take
-_MIN_LAYERS: Final = 4
 _WARMUP, _STEPS = 3, 2
 
 
@@ -97,7 +97,9 @@ def layers_of(point: Point) -> int | None:
     seconds = setting.model.flops(setting.tokens, recomputed=True) * setting.accumulation / _THIS_TFLOPS
     if seconds <= _WHOLE_SECONDS:
         return None
-    return max(_MIN_LAYERS, int(_STEP_SECONDS / seconds * setting.model.num_blocks) // 2 * 2)
+    # Half of them are as many as mics gathers ahead, or more: `mics bench` says why.
+    least = 2 * setting.depth
+    return max(least, int(_STEP_SECONDS / seconds * setting.model.num_blocks) // 2 * 2)
 
 
 def jobs_of(row: Row, peers: Sequence[PeerAtBest] = ()) -> Iterator[Job]:

@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.published import ablations
 from benchmarks.published.dated import latest
 from benchmarks.published.emulate import Measured
-from benchmarks.published.predict import PEERS, PeerAtBest, Range
+from benchmarks.published.predict import BESIDE_HSDP, PEERS, PeerAtBest, Range
 from benchmarks.published.results import HOST_BOUND, RESULTS, Result, error_of, newest, read
 from benchmarks.published.rows import EXPERIMENTS, Measure, Row, rows_of
 
@@ -29,7 +29,7 @@ _UNITS: Final = {
     Measure.SLOWDOWN: "%",
     Measure.DROP: "x",
 }
-_PLACEHOLDERS: Final = {"zero3": "fsdp2"}  # what runs in place of a system
+_PLACEHOLDERS: Final = {"zero3": "fsdp2", BESIDE_HSDP: "mics"}  # what runs in place of a system
 _MARKER: Final = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

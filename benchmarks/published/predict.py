@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from benchmarks.published.planned import fits, plan_row, setting_of
+from benchmarks.published.planned import fits, plan_row, prediction, setting_of
 from benchmarks.published.rows import Point, Row
 
 from mics.planner.search import Request, search, search_peer
-from mics.planner.systems import Prediction
+from mics.planner.systems import Prediction, Setting
 
+BESIDE_HSDP: Final = "mics-beside-hsdp"
+"""mics with HSDP's setting: larger micro-batches, which a host can issue fast enough to be measured."""
 PEERS: Final = {
     "mics": "mics",
+    BESIDE_HSDP: "mics, HSDP's setting",
     "hsdp": "HSDP",
     "fsdp2": "FSDP2",
     "zero3": "ZeRO-3",
@@ -86,23 +89,28 @@ def peers_at_best(row: Row) -> list[PeerAtBest]:
     ours = search(request).choices
     best = ours[0].setting if ours else setting
     found = [_at_best("mics", ours[0].prediction if ours else None, "")]
-    for system in list(PEERS)[1:]:
+    for system in list(PEERS)[2:]:
         peer: Any = search_peer(request, best, system)
         choice = peer.choice
         problem = "" if choice is not None else f"does not fit: {peer.shortage}"
         found.append(_at_best(system, None if choice is None else choice.prediction, problem))
+        if system == "hsdp" and choice is not None and _chosen(choice.setting) != _chosen(best):
+            beside = replace(point, system="mics", kernels="current", **_chosen(choice.setting))
+            found[1:1] = [_at_best(BESIDE_HSDP, prediction(beside), "")] if fits(beside) else []
     return found
+
+
+def _chosen(setting: Setting) -> dict[str, Any]:
+    """What a system has at its best: fields of a point, too."""
+    return {
+        "partition_size": setting.partition_size,
+        "micro_batch": setting.micro_batch,
+        "accumulation": setting.accumulation,
+        "activations": str(setting.activations),
+    }
 
 
 def _at_best(system: str, found: Prediction | None, problem: str) -> PeerAtBest:
     if found is None:
         return PeerAtBest(system=system, problem=problem or "does not fit")
-    setting = found.setting
-    return PeerAtBest(
-        system=system,
-        step_seconds=found.step_seconds,
-        partition_size=setting.partition_size,
-        micro_batch=setting.micro_batch,
-        accumulation=setting.accumulation,
-        activations=str(setting.activations),
-    )
+    return PeerAtBest(system=system, step_seconds=found.step_seconds, **_chosen(found.setting))

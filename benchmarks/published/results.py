@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.published import trillion
-from benchmarks.published.dated import by_date, dated_file, day_of
+from benchmarks.published.dated import by_date, dated_file, day_of, machine_of
 from benchmarks.published.emulate import Measured, jobs_of, share_of_2022
 from benchmarks.published.planned import ratio_of_drops
 from benchmarks.published.predict import PeerAtBest, Range
@@ -123,11 +123,13 @@ def write(result: Result, folder: Path) -> Path:
     return file
 
 
-def measured_today(experiment: str, folder: Path) -> tuple[Measured, ...]:
-    """What this hardware has measured of an experiment today: a command that was broken off goes on."""
-    file = dated_file(folder, THEME)
-    found = _read(file).get(experiment) if file.exists() else None
-    return () if found is None else found.measured
+def measured_before(experiment: str, folder: Path, *, any_day: bool = False) -> tuple[Measured, ...]:
+    """What this hardware has measured of an experiment, the newest first: today, or on ``any_day``."""
+    today = dated_file(folder, THEME)
+    same = [file for file in by_date(folder, THEME) if machine_of(file) == machine_of(today)]
+    files = [file for file in reversed(same) if any_day or file == today]
+    found = [each for file in files if (each := _read(file).get(experiment)) is not None]
+    return tuple(measured for each in found for measured in each.measured)
 
 
 def _read(file: Path) -> dict[str, Result]:

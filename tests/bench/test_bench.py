@@ -85,7 +85,8 @@ for number in numbers:
         file.write(json.dumps({"started": number}) + "\\n")
     print(f"[{number + 1}/4] run", flush=True)
     if number == 1:
-        print("RuntimeError: no more memory", flush=True)
+        print("[rank0]: [rank0]: Traceback of an Error", flush=True)
+        print("[rank0]: [rank0]: RuntimeError: no more memory", flush=True)
         os._exit(3)
     if number == 2:
         time.sleep(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,20 @@ from torch import Tensor
 import mics
 from mics.bench.clock import GpuClock, StepWork, Term, measure_clock, measure_clocks
 from mics.bench.config import BenchConfig, Training
-from mics.bench.depths import along, missing_nbytes, two_depths, with_whole_models
+from mics.bench.depths import along, missing_nbytes, too_few, two_depths, with_whole_models
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
 from mics.bench.provenance import caveats, computed_by, emulated_title
 from mics.bench.summary import summarise, verdict
 from mics.bench.systems import Batch, System
-from mics.bench.systems.with_mics import _prefetch_of_whole as prefetch_of_whole
+from mics.bench.systems.with_mics import prefetch_of_whole
 from mics.bench.table import cells
 from mics.bench.timeline import Exposure, Segment, Timeline
 from mics.cost.clusters import Cluster, Link, find_cluster
 from mics.errors import SettingsError
 from mics.layout.compression import LOSSLESS
-from mics.models import GPTConfig
+from mics.models import GPT, GPTConfig
 
 JOB = Job(
     model=GPTConfig(num_layers=12, num_heads=2, hidden_size=32, vocab_size=64, seq_len=16, rotary=False),
@@ -271,11 +272,60 @@ def test_some_blocks_are_gathered_as_all_would_be() -> None:
     with mics.emulate(cluster):
         model = replace(JOB.model, hidden_size=64, seq_len=64)
         shallow, deep = two_depths(replace(JOB, model=model), 8)
-        first, second = (prefetch_of_whole(job, LOSSLESS) for job in (shallow, deep))
-    assert isinstance(first, mics.Prefetch) and isinstance(second, mics.Prefetch)
+        first, second = (prefetch_of_whole(job, cluster, LOSSLESS) for job in (shallow, deep))
     assert first.units == second.units
     assert first.stay_nbytes <= second.stay_nbytes
-    assert prefetch_of_whole(deep, LOSSLESS) == "auto"
+
+
+def _gathered_nbytes(layers: int, *, ahead: int) -> int:
+    """Of one step of two micro-steps, as the third step has it."""
+    with mics.emulate(SLOW):
+        model = GPT(replace(JOB.model, num_layers=layers))
+        kept = mics.Activations(checkpoint="unit")
+        mics.shard(model, partition_size=2, prefetch=mics.Prefetch(units=ahead), activations=kept)
+        tokens = torch.zeros(1, 16, dtype=torch.long)
+        found = []
+        for _ in range(3):
+            for batch in mics.microsteps(model, [tokens, tokens]):
+                model(batch).float().mean().backward()
+            mics.clip_grad_norm_(model, 1.0)
+            model.zero_grad()
+            found.append(mics.traffic(model).nbytes["partition", "all_gather"])
+    return found[2] - found[1]
+
+
+@pytest.mark.parametrize("ahead", [3, 4])
+def test_blocks_gathered_ahead_are_never_gathered_again(ahead: int) -> None:
+    """From as many blocks as are gathered ahead on, each block adds the same bytes. Of fewer, less."""
+    nbytes = [_gathered_nbytes(layers, ahead=ahead) for layers in range(ahead - 1, ahead + 4)]
+    first, *others = (after - before for before, after in pairwise(nbytes))
+    assert len(set(others)) == 1 and first < others[0]
+
+
+def test_too_few_blocks_are_not_scaled() -> None:
+    """Half of them must be as many as mics gathers ahead. Others gather each block again."""
+    model = replace(JOB.model, num_layers=24, hidden_size=512, num_heads=4, seq_len=512)
+    job = replace(JOB, model=model, micro_batch=8, partition_size=4, accumulation=4)
+    cluster = replace(SLOW, inter=Link(bandwidth=1e9, latency=1e-6))
+
+    def runs(system: str, layers: int) -> Sequence[Run]:
+        return interleave(
+            [system], [(each, cluster) for each in two_depths(job, layers)], repeats=1, record=False
+        )
+
+    ahead = prefetch_of_whole(two_depths(job, 4)[0], cluster, LOSSLESS).units
+    assert ahead > 2
+    assert [too_few(run) for run in runs("mics", 2 * ahead)] == ["", ""]
+    assert [too_few(run) for run in runs("fsdp2", 4)] == ["", ""]
+    assert too_few(interleave(["mics"], [(job, cluster)], repeats=1, record=False)[0]) == ""
+    for system in ("mics", "mics-partition", "mics-int8"):
+        few = runs(system, 4)
+        whole, *ran = with_whole_models(few, [_outcome(run, 2.0, 0.25) for run in few])[1]
+        expected = f"--layers: expected at least {2 * ahead} to scale from, because {system}"
+        assert whole.error is not None and whole.error.startswith(expected) and "found 4" in whole.error
+        assert [outcome.error for outcome in ran] == [None, None]
+    job = replace(job, model=replace(model, num_layers=6))
+    assert "expected it unset" in too_few(runs("mics", 4)[0])
 
 
 def test_a_few_blocks_run(tmp_path: Path) -> None:

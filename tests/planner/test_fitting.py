@@ -15,13 +15,14 @@ from mics.planner.hardware import planned_cluster
 from mics.planner.search import (
     Request,
     Shortage,
+    _in_order,
     candidates,
     nearest,
     search,
     sizes_to_try,
     smallest_cluster,
 )
-from mics.planner.systems import SYSTEMS
+from mics.planner.systems import SYSTEMS, predict_quickly
 from tests import tiers
 
 
@@ -122,3 +123,18 @@ def test_host_memory_is_named() -> None:
     terms = SYSTEMS["mics"].need(next(candidates(replace(request, memory_nbytes=80 * 2**30), 8)))
     lack = request.shortage(replace(terms, host=2.0**30))
     assert lack is not None and lack.what == "host memory" and str(lack).endswith("GiB of host memory")
+
+
+def test_across_nodes_few_micro_steps_are_better() -> None:
+    """Of what is as fast: each micro-step gathers all parameters again. Within a node that costs little."""
+    model, cluster = named_shape("roberta-50b", seq_len=512), planned_cluster("p4d.24xlarge:8")
+    found = search(Request(model=model, cluster=cluster, global_batch=32 * 64, wire_nbytes=2)).choices
+    (across,) = [each.setting for each in found if each.setting.partition_size == 64]
+    assert (across.micro_batch, across.activations.checkpoint) == (16, True)
+    other = predict_quickly(replace(across, micro_batch=8, accumulation=4, prefetch=None), "mics")
+    same = predict_quickly(across, "mics")
+    assert 1.0 < other.step_seconds / same.step_seconds < 1.02
+    for order in ([same, other], [other, same]):
+        assert _in_order(order)[0] is same
+        within = [replace(each, setting=replace(each.setting, partition_size=8)) for each in order]
+        assert _in_order(within) == within

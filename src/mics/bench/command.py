@@ -21,7 +21,7 @@ from rich.console import Console
 import mics
 from mics.bench.clock import measure_clocks
 from mics.bench.config import BenchConfig, EmulateConfig
-from mics.bench.depths import with_whole_models
+from mics.bench.depths import too_few, with_whole_models
 from mics.bench.job import Job
 from mics.bench.measure import measure
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
@@ -60,6 +60,7 @@ def bench(args: Sequence[str]) -> int:
     require("plot", "the picture of a comparison")
     _make_folder(config.out)
     runs = interleave(config.systems, _rows(config), repeats=config.repeats, record=config.on == "emulated")
+    _warn_of_few_blocks(runs)
     plan = RunPlan(
         runs=_on_clocks(runs, config.training.as_gpu),
         num_warmup_steps=config.warmup,
@@ -120,6 +121,7 @@ def emulate(args: Sequence[str]) -> int:
     jobs = config.training.jobs(config.partition_size, cluster.world_size)
     check_partition_size(config.partition_size, cluster.world_size)
     runs = interleave([config.system], [(job, cluster) for job in jobs], repeats=1, record=True)
+    _warn_of_few_blocks(runs)
     plan = RunPlan(
         runs=_on_clocks(runs, config.training.as_gpu),
         num_warmup_steps=config.warmup,
@@ -133,7 +135,7 @@ def emulate(args: Sequence[str]) -> int:
     row, *depths = summarise(*with_whole_models(plan.runs, outcomes), _peak())
     batch = batch_of(row.run.job, cluster.world_size, asked_tokens=config.training.global_batch_tokens)
     status = print_report(row, batch, config.out, Console())
-    if depths and not status:
+    if depths:
         Console(width=None if sys.stdout.isatty() else 220).print(terminal_table([row, *depths], title=""))
     return status
 
@@ -149,6 +151,15 @@ def _on_clocks(runs: tuple[Run, ...], as_gpu: str | None) -> tuple[Run, ...]:
 
 def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
+
+
+def _warn_of_few_blocks(runs: Sequence[Run]) -> None:
+    """Before a run that takes minutes."""
+    shallowest = min(run.job.model.num_layers for run in runs)
+    shallow = [run for run in runs if run.job.model.num_layers == shallowest]
+    for few in sorted({few for run in shallow if (few := too_few(run))}):
+        line = f"Warning: {few}; the blocks run, but the whole model gets no row"
+        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, style="yellow")
 
 
 def _make_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 from mics.bench.job import Job
 from mics.bench.plan import Outcome, Run
-from mics.bench.systems.with_mics import INT4, INT8
+from mics.bench.systems.with_mics import INT4, INT8, prefetch_of_whole
 from mics.bench.timeline import Exposure
 from mics.cost.memory import Keeping
 from mics.cost.setting import Setting
@@ -59,6 +59,32 @@ def two_depths(job: Job, layers: int) -> tuple[Job, Job]:
     return shallow, deep
 
 
+def too_few(run: Run) -> str:
+    """Why a run of half the blocks says nothing of the whole model: mics keeps them all. Empty: it does."""
+    found, ahead = run.job.model.num_layers, _blocks_ahead(run)
+    if found >= ahead:
+        return ""
+    enough = 2 * ahead < (run.job.whole_layers or 0)
+    expected = f"at least {2 * ahead} to scale from" if enough else "it unset"
+    return (
+        f"--layers: expected {expected}, because {run.system} gathers {ahead} blocks ahead and none of so "
+        f"shallow a model again, found {2 * found}"
+    )
+
+
+def _blocks_ahead(run: Run) -> int:
+    """Gathered ahead of the one that computes; 0: the model is whole, or mics does not run."""
+    job, cluster = run.job, run.cluster
+    if job.whole_layers is None or cluster is None or _DIVIDED_AS.get(run.system, run.system) != "mics":
+        return 0
+    prefetch = prefetch_of_whole(job, cluster, _COMPRESSED.get(run.system, LOSSLESS))
+    if prefetch.nbytes is None:
+        return prefetch.units
+    one_more = replace(job.model, num_layers=job.model.num_layers + 1)
+    block = (one_more.num_parameters - job.model.num_parameters) * job.param.itemsize
+    return min(prefetch.units, prefetch.nbytes // block)
+
+
 def missing_nbytes(run: Run) -> int | None:
     """How much more the whole model needs at its peak; None: the planner does not know the system."""
     job, cluster = run.job, run.cluster
@@ -99,7 +125,8 @@ def with_whole_models(
         first, its_outcome = its.popleft()
         depths = (first.job.model.num_layers, run.job.model.num_layers)
         whole = replace(run, job=_whole(run.job), scaled_from=depths)
-        scaled = _scaled(its_outcome, outcome, depths, layers, missing=missing_nbytes(run))
+        missing, few = missing_nbytes(run), too_few(first)
+        scaled = _scaled(its_outcome, outcome, depths, layers, missing=missing, few=few)
         wholes.append((whole, scaled))
         shallow.append((first, its_outcome))
         deep.append((run, outcome))
@@ -119,11 +146,11 @@ def along(depths: tuple[int, int], layers: int, shallow: float, deep: float) -> 
 
 
 def _scaled(
-    shallow: Outcome, deep: Outcome, depths: tuple[int, int], layers: int, *, missing: int | None
+    shallow: Outcome, deep: Outcome, depths: tuple[int, int], layers: int, *, missing: int | None, few: str
 ) -> Outcome:
-    for outcome in (shallow, deep):
-        if outcome.error is not None:
-            return replace(deep, error=outcome.error)
+    for error in (shallow.error, deep.error, few):
+        if error:
+            return replace(deep, error=error)
 
     def at(first: float | None, second: float | None) -> float | None:
         return None if first is None or second is None else along(depths, layers, first, second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from mics.bench.plan import Outcome, RunPlan
 from mics.bench.systems import SYSTEMS
 
 Launcher = Callable[[list[str]], list[str]]
 """From the arguments of a Python process (``-m module ...``) to the command that starts it."""
+
+_RANK: Final = re.compile(r"^(\[rank\d+\]:\s*)+")
+"""That torch begins lines with: once for each process group that there was."""
 
 
 def in_one_process(arguments: list[str]) -> list[str]:
@@ -154,7 +158,7 @@ def _show(log: Path, shown: int, say: Callable[[str], None]) -> int:
 
 def _reason(log: Path, status: int) -> str:
     """The last error in the log, in a line."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = [_RANK.sub("", line) for line in log.read_text(errors="replace").splitlines()]
     errors = [line.strip() for line in lines if "Error" in line and not line.startswith(("Traceback", " "))]
     told = errors[0] if errors else (lines[-1].strip() if lines else "no output")
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -324,16 +324,18 @@ def _with_whole_masters(request: Request, found: Prediction) -> Prediction:
 def _in_order(found: Sequence[Prediction]) -> list[Prediction]:
     """The fastest first. Of those that are as fast, what asks for least.
 
-    That is whole units, the least done with activations, and small groups: less of it depends on the network
-    being what it should be.
+    That is whole units, the least done with activations, and small groups. Across nodes it is few
+    micro-steps: each gathers all parameters. Less of it depends on the network being what it should be.
     """
     fastest = min((prediction.step_seconds for prediction in found), default=0.0)
 
-    def key(prediction: Prediction) -> tuple[float, int, int, int]:
+    def key(prediction: Prediction) -> tuple[float, int, int, int, int]:
         setting = prediction.setting
+        crosses = setting.partition_size > setting.cluster.ranks_per_node
         policy = _POLICIES.index(setting.activations)
         seconds = max(prediction.step_seconds, (1 + _AS_FAST) * fastest)
-        return seconds, setting.model.parts, policy, setting.partition_size
+        micro_steps = setting.accumulation if crosses else 0
+        return seconds, setting.model.parts, policy, setting.partition_size, micro_steps
 
     return sorted(found, key=key)
 

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import mics
 from mics.bench.job import Job
 from mics.bench.systems.loop import Loop, Microsteps
 from mics.bench.systems.start import device_of, materialise, meta_model
+from mics.cost.clusters import Cluster
 from mics.cost.memory import USABLE, Keeping
 from mics.cost.setting import Setting
 from mics.cost.shapes import shape_of_config
@@ -31,7 +32,8 @@ def build_mics(
         # From meta, shards go to a GPU wherever the collectives reach one.
         materialise(model, device_of(job))
     if job.whole_layers is not None:
-        settings.setdefault("prefetch", _prefetch_of_whole(job, compression or UNCOMPRESSED))
+        cluster, sent = emulated_cluster(), compression or UNCOMPRESSED
+        settings.setdefault("prefetch", "auto" if cluster is None else prefetch_of_whole(job, cluster, sent))
     rounds_hop_2 = compression is not None and compression.hop2 is not None
     mics.shard(
         model,
@@ -52,11 +54,8 @@ def build_mics(
     return Loop(job, model, microsteps=microsteps, clip=mics.clip_grad_norm_)
 
 
-def _prefetch_of_whole(job: Job, compression: mics.Compression) -> mics.Prefetch | Literal["auto"]:
+def prefetch_of_whole(job: Job, cluster: Cluster, compression: mics.Compression) -> mics.Prefetch:
     """What the cost model says about the whole model: fewer blocks would leave memory that it has not."""
-    cluster = emulated_cluster()
-    if cluster is None:
-        return "auto"
     assert job.whole_layers is not None
     model = replace(job.model, num_layers=job.whole_layers)
     whole = Setting(
@@ -71,7 +70,9 @@ def _prefetch_of_whole(job: Job, compression: mics.Compression) -> mics.Prefetch
     )
     nbytes = job.model.num_parameters * job.param.itemsize
     largest = whole.model.largest_numel * job.param.itemsize
-    room = max(0.0, cluster.memory_nbytes * USABLE - replace(whole, prefetch=1).need().peak)
+    room = float(whole.depth * largest)
+    if cluster.memory_nbytes:  # else nobody knows
+        room = min(room, max(0.0, cluster.memory_nbytes * USABLE - replace(whole, prefetch=1).need().peak))
     return mics.Prefetch(
         units=whole.depth,
         nbytes=round(largest + room) if room < whole.depth * largest else None,
