@@ -11,7 +11,7 @@ from benchmarks.published import ablations, trillion
 from benchmarks.published.dated import latest
 from benchmarks.published.planned import setting_of
 from benchmarks.published.predict import Range, usual_point
-from benchmarks.published.results import HOST_BOUND, RESULTS, Result, newest
+from benchmarks.published.results import HOST_BOUND, IN_NO_PACKAGE, RESULTS, Result, newest
 from benchmarks.published.rows import ROWS, Measure, Point, Row, rows_of
 from matplotlib.axes import Axes
 
@@ -60,7 +60,8 @@ def draw_throughput(file: Path, rows: Sequence[Row], results: dict[str, Result],
             if result.emulated(row) is None:
                 bars = bars[:3]
             for number, (found, colour) in enumerate(bars):
-                missing = "host-bound" if result.why_not(row) == HOST_BOUND else "not run"
+                why = result.why_not(row)
+                missing = why if why in (HOST_BOUND, IN_NO_PACKAGE, IN_NO_PACKAGE) else "not run"
                 _bar(axes, place + 0.21 * (number - 1.5), found, colour, theme, missing)
                 most = max(most, 0.0 if found is None else found.high)
         axes.set_yticks(range(len(shown)), [row.what.replace(", ", "\n", 1) for row in shown])

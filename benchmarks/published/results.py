@@ -20,6 +20,7 @@ RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 THEME: Final = "published"
 _RUNS_OF_A_DROP: Final = 4
 HOST_BOUND: Final = "host-bound here"
+IN_NO_PACKAGE: Final = "in no package"
 PLANNER: Final = "planner"
 """In place of the hardware, where nothing was measured."""
 
@@ -47,6 +48,8 @@ class Result:
 
     def why_not(self, row: Row) -> str:
         """What kept a measurement of the row from being one; empty: nothing, or it was not tried."""
+        if not list(jobs_of(row)):
+            return IN_NO_PACKAGE
         tried = [each for each in self.measured if each.key == row.key and each.role != "peer"]
         errors = [f"did not run: {each.error}" for each in tried if each.error]
         return next(iter([*errors, *(HOST_BOUND for each in tried if each.host_bound)]), "")
