@@ -225,7 +225,9 @@ class Program:
         for unit in self.units:
             assert unit.whole.has_memory == (unit.state is not State.SHARDED)
             assert unit.gathered or not self.uses[unit.spec.index], "used while not gathered"
-            if unit.spec.index in self.read and not self.progress.waiting[unit.spec.index]:
+            index = unit.spec.index
+            # In a backward it may be where its forward had it: it is in use until the end.
+            if index in self.read and not self.uses[index] and not self.progress.waiting[index]:
                 assert not (unit.whole.at_home and unit.gathered), "nobody sees it leave"
         at_home = [unit.whole for unit in self.units if unit.whole.at_home and unit.whole.has_memory]
         for number, first in enumerate(at_home):

@@ -60,6 +60,7 @@ class Transitions:
     def __init__(self, units: Iterable[Unit]) -> None:
         self.event: Event | None = None  # what is being answered
         self._refreshes = {unit.spec.index: 0 for unit in units}  # ``num_refreshes`` of the values in memory
+        self._moved: set[int] = set()  # whose values were moved, not gathered
 
     def prefetch(self, units: Sequence[Unit]) -> list[Unit]:
         """SHARDED to GATHERING, by one collective, as far as there are places for them: which."""
@@ -124,12 +125,13 @@ class Transitions:
     def update(self, unit: Unit, moved: Ticket) -> None:
         """OLD to GATHERING: its values are being moved to those of the last refresh."""
         unit.gathered_at = moved
+        self._moved.add(unit.spec.index)
         self._refreshes[unit.spec.index] = unit.num_refreshes
         self._move(unit, State.GATHERING)
 
     def drop(self, unit: Unit, moved: Ticket) -> None:
         """GATHERING to SHARDED: its values were not moved right."""
-        if unit.is_waiting and unit.gathered_at is moved:
+        if unit.is_waiting and unit.gathered_at is moved and unit.spec.index in self._moved:
             self.reshard(unit)
 
     def is_behind(self, unit: Unit) -> bool:
@@ -144,6 +146,7 @@ class Transitions:
             unit.gathered_at.wait()
             unit.gathered_at = DONE
             unit.whole.release()
+            self._moved.discard(unit.spec.index)
             self._move(unit, State.SHARDED)
 
     def _move(self, unit: Unit, to: State) -> None:
