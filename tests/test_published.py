@@ -20,7 +20,9 @@ from benchmarks.published.results import RESULTS, Result, error_of, measured_bef
 from benchmarks.published.rows import BY_KEY, EXPERIMENTS, ROWS, Measure, rows_of
 from matplotlib.image import imread
 
-from mics.bench.command import BenchConfig
+from mics.bench.command import BenchConfig, _rows
+from mics.bench.depths import too_few
+from mics.bench.plan import interleave
 from mics.bench.timeline import Exposure
 from mics.utils.command_line import parse
 from mics.utils.picture_style import DARK, LIGHT
@@ -197,8 +199,14 @@ def test_measurements_are_commands_of_mics_bench(experiment: str) -> None:
             config.check()
             assert config.training.checkpoint is (job.point.activations != "kept")
             assert row.measure is not Measure.TFLOPS or job.role == "row"
-            layers = layers_of(job.point)
+            layers = layers_of(job.point, job.system)
             assert layers is None or layers >= 4
+            dtype = "float16" if config.training.as_gpu == "v100" else "bfloat16"
+            training = replace(config.training, device="cpu", param_dtype=dtype)
+            runs = interleave(
+                [job.system], _rows(replace(config, training=training)), repeats=1, record=False
+            )
+            assert [too_few(run) for run in runs] == [""] * len(runs), "they would not be scaled"
 
 
 def test_a_drop_is_of_two_systems_on_two_networks() -> None:

@@ -34,6 +34,7 @@ _BENCH_SYSTEMS: Final = {
 _GPUS: Final = {"p3dn": "v100", "p4d": "a100", "p4de": "a100", "dgx-a100": "a100"}
 _THIS_TFLOPS: Final = 450e12  # of an H200 with recomputation, for the time that a run will take
 _WHOLE_SECONDS: Final = 3.6  # a step of the whole model may take
+_MIN_LAYERS: Final = 4
 _STEP_SECONDS: Final = 1.2  # a step of fewer blocks should take
 _WARMUP, _STEPS = 3, 2
 
@@ -80,7 +81,7 @@ class Job:
             "--checkpoint", str(point.activations != "kept"),
         ]  # fmt: skip
         words += ["--offload"] if point.activations == "offload" else []
-        layers = layers_of(point)
+        layers = layers_of(point, self.system)
         words += [] if layers is None else ["--layers", str(layers)]
         return [
             *words, "--repeats", "1", "--warmup", str(_WARMUP), "--steps", str(_STEPS), "--out", str(out)
@@ -91,14 +92,14 @@ def _gpu(point: Point) -> str:
     return _GPUS[point.cluster.partition(":")[0].partition(".")[0]]
 
 
-def layers_of(point: Point) -> int | None:
+def layers_of(point: Point, system: str) -> int | None:
     """Blocks that run; None: all of them, in a few seconds a step."""
     setting = setting_of(point)
     seconds = setting.model.flops(setting.tokens, recomputed=True) * setting.accumulation / _THIS_TFLOPS
     if seconds <= _WHOLE_SECONDS:
         return None
     # Half of them are as many as mics gathers ahead, or more: `mics bench` says why.
-    least = 2 * setting.depth
+    least = 2 * setting.depth if system == "mics" else _MIN_LAYERS
     return max(least, int(_STEP_SECONDS / seconds * setting.model.num_blocks) // 2 * 2)
 
 
@@ -211,7 +212,7 @@ def measured_of(job: Job, row: dict[str, Any], command: str) -> Measured:
         system=job.system,
         step_seconds=seconds,
         tflops=None if seconds is None else flops * setting.accumulation / seconds / 1e12,
-        layers=layers_of(point),
+        layers=layers_of(point, job.system),
         peak_gib=max(known) / 2**30 if known else None,
         setting=(
             f"p={point.partition_size}, {point.micro_batch} x {point.accumulation}, {point.activations}, "
