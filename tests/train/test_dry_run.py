@@ -62,6 +62,21 @@ def test_a_run_that_does_not_fit_says_so(
     assert "expected a divisor of the 16 ranks, found 3" in capsys.readouterr().err
 
 
+def test_layers_that_are_called_often_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of ALBERT activations are counted once, and the engine keeps those of each call."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MICS_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "embedding_size": 32}
+    layers = {"model_type": "albert", "num_hidden_layers": 12, "num_hidden_groups": 3, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({**layers, **sizes}))
+    assert main(["train", "--dry-run", "--launch.device", "cpu", "--model", "config.json"]) == 0
+    assert "this model calls each 4 times" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("broken", ["cut", "vocabulary", "validation"])
 def test_data_that_cannot_be_trained_on_is_named(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ multiplied once with every token. Activations are those of a transformer block w
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -17,7 +18,6 @@ from mics.cost.shapes import ModelShape, UnitKind, UnitShape, named_shape, shape
 from mics.errors import SettingsError
 from mics.layout.assign import ParamRef, Site, assign_sites
 from mics.models.descriptions import ModelDescription, describe_model, heads_of, length_of, width_of
-from mics.utils.numbers import plural
 
 _BESIDE_MATRICES: Final = 7  # x width: input, norms, residual, and the attention's output twice
 _TRAFFIC: Final = 18
@@ -31,8 +31,14 @@ def find_model(description: str, *, seq_len: int | None = None) -> ModelShape:
         return named_shape(description, seq_len=seq_len)
     with torch.device("meta"):
         model = found.make()
-    _refuse_repeated(model)
-    return shape_of_module(model, name=description, seq_len=seq_len)
+    shape = shape_of_module(model, name=description, seq_len=seq_len)
+    if shape.num_calls > 1:
+        raise SettingsError(
+            "--model: expected a model that calls each of its layers once, found layers that share weights "
+            f"and are called {shape.num_calls} times; plan for a model of the same width and depth that does "
+            "not share them, which takes the same time and activations"
+        )
+    return shape
 
 
 def shape_of_description(found: ModelDescription) -> ModelShape:
@@ -42,19 +48,6 @@ def shape_of_description(found: ModelDescription) -> ModelShape:
     with torch.device("meta"):
         model = found.make()
     return shape_of_module(model, name=found.title, seq_len=found.seq_len)
-
-
-def _refuse_repeated(model: nn.Module) -> None:
-    """ALBERT calls one layer twelve times: its work and its activations are not those of its matrices."""
-    config = getattr(model, "config", None)
-    num_groups = getattr(config, "num_hidden_groups", None)
-    num_layers = getattr(config, "num_hidden_layers", 0)
-    if num_groups is not None and num_groups < num_layers:
-        raise SettingsError(
-            f"--model: expected a model that calls each of its layers once, found {num_layers} layers that "
-            f"share {plural(num_groups, 'set')} of weights; plan for a model of the same width and depth "
-            "that does not share them, which takes the same time and activations"
-        )
 
 
 def shape_of_module(model: nn.Module, *, name: str, seq_len: int | None = None) -> ModelShape:
@@ -74,8 +67,18 @@ def shape_of_module(model: nn.Module, *, name: str, seq_len: int | None = None) 
     vocabulary = [unit.numel // width for unit in units if unit.kind == "head"]
     tied = getattr(config, "vocab_size", 0) if not vocabulary else 0
     return ModelShape(
-        name=name, seq_len=length, units=tuple(units), vocab_size=max(vocabulary, default=int(tied or 0))
+        name=name,
+        seq_len=length,
+        units=tuple(units),
+        vocab_size=max(vocabulary, default=int(tied or 0)),
+        num_calls=_num_calls(config),
     )
+
+
+def _num_calls(config: object) -> int:
+    """ALBERT calls one layer twelve times, or a few layers some times each."""
+    num_sets = getattr(config, "num_hidden_groups", None)
+    return math.ceil(config.num_hidden_layers / num_sets) if num_sets else 1  # type: ignore[attr-defined]
 
 
 def _unit(site: Site, *, width: int, length: int, heads: int) -> UnitShape:

@@ -70,6 +70,8 @@ class ModelShape:
     """Of the logits that a loss is made of; 0: none."""
     parts: int = 1
     """Units that each block is split into."""
+    num_calls: int = 1
+    """Of each layer in a forward, where layers share weights: what the rest counts is one."""
 
     @property
     def num_parameters(self) -> int:

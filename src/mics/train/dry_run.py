@@ -242,6 +242,12 @@ def _memory(found: DryRun, console: Console) -> bool:
     for name, nbytes in terms.on_device().items():
         if nbytes >= 1:
             console.print(f"  {memory(nbytes):>10}  {name}", highlight=False)
+    if setting.model.num_calls > 1:
+        console.print(
+            f"activations are of one call of each layer, and this model calls each {setting.model.num_calls} "
+            "times: watch the memory of the first steps",
+            highlight=False,
+        )
     if found.limit and terms.peak > found.limit:
         console.print(
             f"does not fit: expected at most {memory(found.limit)}, found {memory(terms.peak)}; raise "
