@@ -650,8 +650,21 @@ def test_the_sweep_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert eight["problem"] is None and eight["plan"]["cluster"]["gpus"] == 64
     assert main([*request[:-1], "--global-batch", "128"]) == 2
     assert (
-        "--nodes: expected a number of nodes that fits, found none: 1 node: does" in capsys.readouterr().err
+        "--nodes: expected a number of nodes that can train this, found none: 1 node: does"
+        in capsys.readouterr().err
     )
+
+
+def test_nodes_that_fail_too_often(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where failures leave no time to train there is nothing to advise, and the others are compared."""
+    request = ["plan", "--model", "gpt-tiny", "--cluster", "p4d.24xlarge", "--global-batch", "512"]
+    request += ["--tokens", "100M", "--nodes", "1", "32"]
+    assert main([*request, "--node-mtbf-hours", "1"]) == 0
+    shown = _flat(capsys)
+    assert "Advice: 1 node, " in shown and " 0.0 " not in shown
+    assert "never done: failures come faster" in shown and "Not possible: 32 nodes." in shown
+    assert main([*request, "--node-mtbf-hours", "0.01"]) == 2
+    assert "found none: 1 node: never done: failures come" in capsys.readouterr().err
 
 
 def test_help_is_in_the_words_of_pytorch(capsys: pytest.CaptureFixture[str]) -> None:

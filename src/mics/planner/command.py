@@ -25,7 +25,7 @@ from mics.layout.compression import Compression, Hop2
 from mics.models.descriptions import describe_model
 from mics.models.huggingface import refuse_kind
 from mics.planner.answer import Answer, answer, as_dict, complete, num_stages
-from mics.planner.goodput import Faults
+from mics.planner.goodput import Faults, goodput
 from mics.planner.hardware import planned_cluster
 from mics.planner.run_file import doubts_about_data, write_run_file
 from mics.planner.search import MAX_NODES, Request, divided_batch, nearest, search
@@ -352,6 +352,8 @@ def _size(
         return replace(size, problem=f"{asked} cannot be divided over {cluster.world_size:,} GPUs")
     if not found.choices:
         return replace(size, problem=f"does not fit: {nearest(found.too_large.values())}")
+    if config.faults is not None and not goodput(config.faults, cluster.num_nodes).share:
+        return replace(size, problem="never done: failures come faster than work is done")
     filled = complete(
         found,
         faults=config.faults,

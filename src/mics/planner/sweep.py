@@ -10,7 +10,7 @@ from typing import Any, Final
 from mics.errors import SettingsError
 from mics.planner.answer import Answer, as_dict
 from mics.planner.search import Choice
-from mics.utils.numbers import count, days, dollars, listed, percent, plural, times, whole
+from mics.utils.numbers import count, days, dollars, listed, percent, plural, roughly, times, whole
 
 _AS_CHEAP: Final = 0.05
 
@@ -34,7 +34,7 @@ class Sweep:
     def __post_init__(self) -> None:
         if not self.possible:
             raise SettingsError(
-                "--nodes: expected a number of nodes that fits, found none: "
+                "--nodes: expected a number of nodes that can train this, found none: "
                 + "; ".join(f"{plural(size.nodes, 'node')}: {size.problem}" for size in self.sizes)
             )
 
@@ -52,11 +52,9 @@ class Sweep:
 
 
 def _speed(pair: tuple[int, Answer]) -> float:
-    """Tokens per second that count, failures considered; hardly any where failures leave nothing."""
+    """Tokens per second that count, failures considered."""
     found = pair[1]
-    return max(
-        1e-9, found.best.prediction.tokens_per_second * (1 if found.goodput is None else found.goodput.share)
-    )
+    return found.best.prediction.tokens_per_second * (1 if found.goodput is None else found.goodput.share)
 
 
 def _node_seconds(pair: tuple[int, Answer]) -> float:
@@ -90,9 +88,9 @@ def _bill(found: Answer) -> str:
     money = found.money
     if money is None:
         return f", {percent(found.best.prediction.mfu)} MFU"
-    if money.hours is None:
-        return ", never done, because failures come faster than work is done"
-    return f", {days(3600 * money.hours)}" + ("" if money.dollars is None else f", {dollars(money.dollars)}")
+    assert money.hours is not None, "a size that is never done has no answer"
+    price = "" if money.dollars is None else f", {dollars(money.dollars)}"
+    return f", {roughly(3600 * money.hours)}{price}"
 
 
 def _step_up(fewer: tuple[int, Answer], more: tuple[int, Answer]) -> str:
@@ -138,7 +136,8 @@ def cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         best, money = size.answer.best.prediction, size.answer.money
         line += [setting_in_words(size.answer.best), whole(best.tokens_per_second_per_gpu), percent(best.mfu)]
         if with_days and money is not None:
-            line.append("never" if money.hours is None else days(3600 * money.hours).removesuffix(" days"))
+            assert money.hours is not None
+            line.append(days(3600 * money.hours).removesuffix(" days"))
         if with_dollars and money is not None:
             line.append("" if money.dollars is None else dollars(money.dollars))
         lines.append(line)

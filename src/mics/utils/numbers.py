@@ -117,8 +117,9 @@ def hours(number: float) -> str:
 
 
 def days(number: float) -> str:
-    """Seconds as ``4.5 days``."""
-    return f"{number / 86400:,.1f} days"
+    """Seconds as ``4.5 days``, ``0.059 days``."""
+    found = number / 86400
+    return f"{found:,.1f} days" if found >= 0.95 else f"{fixed(found, 2)} days"
 
 
 def dollars(number: float) -> str:
