@@ -40,6 +40,7 @@ from mics.planner.search import (
     search,
     smallest_cluster,
 )
+from mics.planner.step_costs import StepCosts
 from mics.planner.systems import SYSTEMS, Prediction, predict, predict_quickly
 from mics.planner.text import advice, waiting
 from mics.utils.picture_style import LIGHT
@@ -673,3 +674,30 @@ def test_help_is_in_the_words_of_pytorch(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     assert "{None}" not in shown
     assert "Seconds training pauses per checkpoint" in shown and "--global-batch-tokens TOKENS" in shown
+
+
+@pytest.mark.parametrize(
+    ("system", "copied"),
+    [("mics", 6), ("hsdp", 4 + 4 + 6), ("fsdp2", 4 + 4 + 6), ("zero2", 6), ("megatron-fsdp", 0)],
+)
+def test_copies_of_parameters_and_gradients_are_counted(system: str, copied: int) -> None:
+    """Bytes read and written for each parameter beside the products, in one micro-step.
+
+    Gradients in bfloat16 go to float32 once; what FSDP2 gathers for the forward and the backward is copied.
+    """
+    setting = Setting(
+        model=named_shape("gpt-1.3b"),
+        cluster=find_cluster("p4d.24xlarge:2"),
+        partition_size=8,
+        micro_batch=4,
+        accumulation=1,
+        activations=Keeping(checkpoint=True),
+    )
+    found = predict(setting, system)
+    blocks = [unit for unit in found.setting.model.units if unit.kind == "block"][1:-1]
+    costs = StepCosts(found.setting)
+    products = sum(costs.forward_seconds(unit) + costs.backward_seconds(unit) for unit in blocks)
+    names = {f"{way} {unit.name}" for unit in blocks for way in ("forward", "backward")}
+    copies = sum(task.seconds for task in found.tasks if task.name in names) - products
+    bytes_each = copies * found.setting.device.memory_bandwidth / sum(unit.numel for unit in blocks)
+    assert bytes_each == pytest.approx(copied, abs=0.5)

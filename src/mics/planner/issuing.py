@@ -24,7 +24,8 @@ class Style:
     keeps_around_turn: bool = False  # units that are needed again soon stay
     spreads_masters: bool = False  # hop 2 is a reduce-scatter, and new parameters follow
     hides_boundary: bool = False  # hop 2 runs unit by unit under the last backward
-    copies: bool = False  # gathered parameters and full gradients are copied once more
+    copies_gathered: bool = False  # parameters, from where they arrive to where they are needed
+    copies_gradients: bool = True  # from where autograd leaves them to where they are reduced
     hop_1_nbytes: int | None = None  # of a gradient on its way in hop 1, where that cannot be chosen
     num_pieces: int = 1  # collectives for one unit
     host_seconds: float = 0.0  # for each of them, nothing else going on
@@ -67,7 +68,7 @@ class Issuer:
             gathered = None if self.alone else self._gather(index, unit, is_backward)
             costs = self.costs
             seconds = costs.backward_seconds(unit) if is_backward else costs.forward_seconds(unit)
-            seconds += self._copy_seconds(unit, is_backward)
+            seconds += self._copy_seconds(unit, gathered, is_backward=is_backward)
             name = ("backward " if is_backward else "forward ") + unit.name
             copied = self.host_copies.backward if is_backward else self.host_copies.forward
             before = copied(index, self.computed[-1] if self.computed else None)
@@ -116,11 +117,16 @@ class Issuer:
                 found = self._transfer(f"gather {stage.link}", f"gather {unit.name}", stage, [*after, found])
         return found
 
-    def _copy_seconds(self, unit: UnitShape, is_backward: bool) -> float:
-        """Of gathered parameters and full gradients, from where they arrive to where they are needed."""
-        if not self.style.copies or self.alone:
-            return 0.0
-        nbytes = 0 if self.style.keeps_parameters and not is_backward else 6 if is_backward else 4
+    def _copy_seconds(self, unit: UnitShape, gathered: Task | None, *, is_backward: bool) -> float:
+        """Of gathered parameters and full gradients: read and written once more.
+
+        Beside matrix products a copy takes what it takes alone, on whatever stream it runs.
+        """
+        param_nbytes, nbytes = self.setting.param_nbytes, 0
+        if self.style.copies_gathered and gathered is not None:
+            nbytes += 2 * param_nbytes
+        if self.style.copies_gradients and is_backward:
+            nbytes += param_nbytes + (self.style.hop_1_nbytes or self.setting.wire_nbytes)
         return nbytes * unit.numel / self.setting.device.memory_bandwidth
 
     def _reduce(self, unit: UnitShape, task: Task, *, is_first: bool) -> Task:

@@ -140,18 +140,16 @@ class SimulatedSystem:
 
 
 _MICS: Final = Style(keeps_around_turn=True, spreads_masters=True, hides_boundary=True)
-_FSDP: Final = Style(hides_boundary=True, copies=True, blocking_copies=True)
-_LATE: Final = Style(copies=True)
+_FSDP: Final = Style(hides_boundary=True, copies_gathered=True, blocking_copies=True)
+_LATE: Final = Style(copies_gathered=True)
 _ZERO3: Final = replace(_LATE, blocking_copies=True)
-_ZERO2: Final = Style(
-    copies=True, blocking_copies=True, keeps_parameters=True, buckets=True, joins_owners=True
-)
+_ZERO2: Final = Style(blocking_copies=True, keeps_parameters=True, buckets=True, joins_owners=True)
 _ZERO2_LATE: Final = replace(_ZERO2, overlaps=False, joins_owners=False)
 _MICS_SHORT: Final = replace(_MICS, hop_1_nbytes=2)
-_MEGATRON: Final = Style(hides_boundary=True, hop_1_nbytes=2, blocking_copies=True)
+_MEGATRON: Final = Style(hides_boundary=True, hop_1_nbytes=2, copies_gradients=False, blocking_copies=True)
 _ONE_BY_ONE: Final = Style(
     overlaps=False,
-    copies=True,
+    copies_gathered=True,
     num_pieces=_TENSORS_OF_A_BLOCK,
     host_seconds=HOST_SECONDS,
     blocking_copies=True,
