@@ -13,6 +13,7 @@ import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from benchmarks.published.dated import by_date
 from benchmarks.published.emulate import Measured
@@ -48,7 +49,7 @@ class Beside:
 def point_of(measured: Measured) -> Point:
     """What ran, from the command that ran it."""
     words = shlex.split(measured.command)[2:]
-    given = {name: value for name, value in zip(words, words[1:], strict=False) if name.startswith("--")}
+    given = {name: value for name, value in pairwise(words) if name.startswith("--")}
     kept = "checkpoint" if given["--checkpoint"] == "True" else "kept"
     return Point(
         model=given["--model"],
@@ -96,10 +97,10 @@ def main() -> None:
     for row in sorted(rows, key=lambda row: (row.point.cluster, row.point.model, row.point.system)):
         seconds = row.measured.step_seconds
         assert seconds is not None
+        planned = f"{row.planned_seconds:.1f} s | {100 * (row.planned_seconds / seconds - 1):+.0f}%"
         print(
             f"| {row.point.model} | {row.point.cluster} | {row.point.system} | {row.measured.setting} | "
-            f"{seconds:.1f} s | {row.planned_seconds:.1f} s | {100 * (row.planned_seconds / seconds - 1):+.0f}% | "
-            f"{row.on_that_network:.1f} s | {100 * row.error:+.0f}% |"
+            f"{seconds:.1f} s | {planned} | {row.on_that_network:.1f} s | {100 * row.error:+.0f}% |"
         )
     for name, errors in (
         ("mics", [row.error for row in rows if row.is_ours]),
