@@ -26,6 +26,7 @@ _GOES_ON: Final = re.compile(r"going on from \S*step-(\d+)")
 
 SMALL: Final = [
     *("--launch.device", "cpu", "--launch.timeout-seconds", "10"),
+    *("--sharding.param-dtype", "bf16"),  # as on a GPU, where new parameters go to replicas as moves
     *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.seq-len", "32"),
     *("--model.dropout", "0.1", "--batch-size", "2", "--micro-steps", "2"),
     *("--report.interval", "1", "--report.eval-interval", "5", "--report.eval-batches", "1"),
