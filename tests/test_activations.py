@@ -147,7 +147,7 @@ _FIRST = [("auto", "micro-steps", False, False), (1, "evaluation and failures", 
 
 @pytest.mark.parametrize(
     ("prefetch", "scenario", "offload", "low_memory"),
-    tiers.first([*_FIRST, *(row for i in pairwise.cover(_GRID) if (row := _GRID[i]) not in _FIRST)], 2),
+    tiers.first([*_FIRST, *(row for i in pairwise.cover(_GRID) if (row := _GRID[i]) not in _FIRST)], 1),
 )
 def test_units_inside_what_is_recomputed(
     prefetch: int | str, scenario: str, offload: bool, low_memory: bool

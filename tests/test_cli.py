@@ -107,6 +107,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.full
 def test_help_of_a_command_loads_that_command_alone() -> None:
     """Not what runs it either: matplotlib, or the training loop."""
     names = tiers.some(list(_MODULES), 2)

@@ -296,7 +296,7 @@ def _compiled(when: str | None) -> list[float]:
     return _steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 0, 7)
 
 
-@pytest.mark.parametrize("when", ["after", pytest.param("before", marks=pytest.mark.full)])
+@pytest.mark.parametrize("when", tiers.first(["after", "before"], 0, 1))
 def test_compiled_blocks(when: str) -> None:
     """Also once units have homes."""
     assert run_ranks(2, _compiled, when) == run_ranks(2, _compiled, None)

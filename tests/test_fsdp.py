@@ -481,7 +481,7 @@ def train_in_two_lives(folder: str, partition_sizes: tuple[int, int], by_functio
 
 @pytest.mark.parametrize(
     ("partition_sizes", "by_functions"),
-    tiers.first([((2, 4), True), ((2, 2), False), ((4, 1), True)], 1, 2),
+    tiers.first([((2, 4), True), ((2, 2), False), ((4, 1), True)], 0, 2),
 )
 def test_dcp_takes_sharded_state_dicts(
     partition_sizes: tuple[int, int], by_functions: bool, tmp_path: Path
@@ -524,6 +524,7 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_what_is_written_to_state_dicts_must_be_loaded(tmp_path: Path) -> None:
     """In FSDP2 they are the parameters' memory; nothing written here is lost without a word."""
     for messages in run_ranks(WORLD, write_to_copies, str(tmp_path)):
@@ -589,7 +590,7 @@ def train_by(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", tiers.first(["nested", "wrapped", "method", "loaded", "added", "initialised", "alone"], 1, 5)
+    "kind", tiers.first(["nested", "wrapped", "method", "loaded", "added", "initialised", "alone"], 1, 4)
 )
 def test_the_outermost_module_is_the_root(kind: str) -> None:
     """However the modules were recorded, and whoever takes the parameters first."""

@@ -19,7 +19,7 @@ from mics.gradients import host_state
 from mics.guard import plainly
 from mics.train.config import ShardingSettings
 from mics.train.sharding import shard_model
-from tests import toys
+from tests import tiers, toys
 from tests.ranks import run_expecting_error, run_ranks
 from tests.test_optimizers import OPTIMIZERS
 
@@ -127,8 +127,7 @@ def test_trains_to_the_bits_of_state_on_the_device() -> None:
     run_ranks(2, _compare, {"partition_size": 1, "precision": _WIDE, "steps": 2})
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", tiers.first([4, 1, 2], 0, 2))
 def test_layouts_train_to_the_same_bits(size: int) -> None:
     cases: list[dict[str, Any]] = [
         {"precision": _NARROW, "accumulation": 3},

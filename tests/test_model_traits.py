@@ -36,12 +36,13 @@ def _recipe(build: Any, **options: Any) -> Recipe:
         toys.NoParameters,
         toys.Parametrized,
         toys.Nothing,
-        toys.SkipConnections,
-        toys.InPlace,
         toys.ReturnsParameters,
         *(
             pytest.param(build, marks=pytest.mark.full)
-            for build in (toys.Chain, toys.FrozenMiddle, toys.Recurrent, toys.Objects, toys.InputUntouched)
+            for build in (
+                *(toys.Chain, toys.FrozenMiddle, toys.Recurrent, toys.Objects, toys.InputUntouched),
+                *(toys.SkipConnections, toys.InPlace),
+            )
         ),
     ],
 )

@@ -220,6 +220,7 @@ def test_only_what_leaves_a_host_is_throttled_and_counted(name: str) -> None:
     assert max(other) < 200, "what the switch sends everywhere before it knows who is where"
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_killed_run_is_cleaned_up_by_the_next(name: str) -> None:
     """SIGKILL leaves namespaces and ranks behind; the next start under the name removes both."""

@@ -6,6 +6,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -53,6 +54,7 @@ def _check(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_collectives() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -209,6 +209,7 @@ def slow(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.full
 def test_training_is_that_of_what_was_chosen_and_loads_both_ways(slow: str, tmp_path: Path) -> None:
     """Bit for bit, on all ranks; and a checkpoint of one goes on under the other."""
     folders = {name: str(tmp_path / name) for name in ("auto", "world", "partition")}

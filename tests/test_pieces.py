@@ -344,11 +344,11 @@ SCRIPTS = [
     _gradients_kept,
     _swapped_weights,
     _learned_weight,
+    # These in `make test-all`.
     _frozen_later,
     _average_by_lerp,
     _written_whole,
     _clipped_by_torch,
-    # These in `make test-all`.
     _assigned_and_scaled,
     _whole_operands,
     _average_by_data,
@@ -358,7 +358,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("script", tiers.first(SCRIPTS, 8), ids=[s.__name__.strip("_") for s in SCRIPTS])
+@pytest.mark.parametrize("script", tiers.first(SCRIPTS, 4), ids=[s.__name__.strip("_") for s in SCRIPTS])
 def test_programs_with_pieces(script: Callable[[Run], list[Any]]) -> None:
     """See the script's docstring; sharded three ways, each ends where plain training ends."""
     _assert_same(script)

@@ -581,7 +581,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("script", tiers.first(SCRIPTS, 15), ids=[s.__name__.strip("_") for s in SCRIPTS])
+@pytest.mark.parametrize("script", tiers.first(SCRIPTS, 8), ids=[s.__name__.strip("_") for s in SCRIPTS])
 def test_habits_work_as_in_plain_training(script: Script) -> None:
     """See the script's docstring; sharded three ways, each ends where plain training ends."""
     _assert_same(script)

@@ -88,6 +88,7 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@pytest.mark.full
 def test_ranks_measure_and_the_file_is_used(tmp_path: Path) -> None:
     """Two nodes of one rank each write a file with which a plan and a prediction work."""
     out = tmp_path / "cluster.yaml"

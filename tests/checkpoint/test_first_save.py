@@ -249,6 +249,7 @@ def _run_script(path: Path, case: str) -> list[subprocess.CompletedProcess[str]]
     ]
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_script_that_leaves_its_group_still_has_its_checkpoint(tmp_path: Path) -> None:
     """destroy_process_group right after save(wait=False): the ranks finish it."""

@@ -312,6 +312,7 @@ def s3() -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.full
 def test_ranks_save_to_s3_and_fewer_load(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Over real HTTP; then a bucket that is not there is an error, with its name."""
     environ = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
@@ -336,6 +337,7 @@ mics.save(sys.argv[1], model, None, {"step": 2}, step=2, wait=False)
 """
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_script_ends_with_its_checkpoint(s3: str) -> None:
     """A save in the background is finished at the end of a script, also over HTTP with a name to look up."""

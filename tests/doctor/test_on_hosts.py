@@ -58,6 +58,7 @@ def _slow_down(cluster: NamespaceCluster, host: int, rate: str) -> None:
     command("tc", "-n", cluster.namespace(host), "qdisc", "replace", "dev", "uplink", "root", *bucket)
 
 
+@pytest.mark.long
 def test_five_faults_are_named_with_their_hosts(name: str, tmp_path: Path) -> None:
     """A slow link, a missing interface, another version, a read-only folder and a wrong clock, at once."""
     checkpoints = tmp_path / "shared" / "checkpoints"

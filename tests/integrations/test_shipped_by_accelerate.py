@@ -121,6 +121,7 @@ def _start(name: str, folder: Path, world_size: int, partition_size: int | None,
     run_ranks(world_size, _run, *args, launch=launch)
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_performance(tmp_path: Path) -> None:
     """Losses, accuracies and the saved model are those of one process."""

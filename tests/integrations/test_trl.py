@@ -111,6 +111,7 @@ def _before_training(folder: str, world_size: int | None) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_models_that_run_before_they_train_are_sharded(tmp_path: Path) -> None:
     """Else they would be on the host, and their inputs on a GPU."""
     rows = [

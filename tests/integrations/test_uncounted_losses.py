@@ -234,6 +234,7 @@ def _evaluate(folder: str, ours: bool, sizes: list[int]) -> dict[str, list[float
     return found
 
 
+@pytest.mark.full
 def test_evaluation_with_an_uneven_last_batch(tmp_path: Path) -> None:
     """Means over samples and over tokens: on some ranks less than a batch, and on some no sample at all."""
     sizes = [19, 3, 16, 13, 7]

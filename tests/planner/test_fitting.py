@@ -72,6 +72,7 @@ def test_what_is_too_large_needs_more_than_there_is(request: Request, system: st
             assert nearest(short).needed > nearest(short).limit
 
 
+@pytest.mark.full
 @given(requests)
 @settings(max_examples=5 if tiers.quick else 15, deadline=None)
 def test_the_cluster_that_would_do_does(request: Request) -> None:

@@ -151,6 +151,7 @@ def test_a_peer_is_as_good_as_it_can_be() -> None:
 PLAN = ["plan", "--model", "gpt-13b", "--cluster", "p3dn.24xlarge:2", "--global-batch", "64"]
 
 
+@pytest.mark.full
 def test_the_table_says_which_setting_and_what_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,7 @@ def test_terms_are_those_of_a_real_run(partition_size: int, tied: bool) -> None:
         assert terms[name] == pytest.approx(measured, rel=0.03), name
 
 
+@pytest.mark.full
 def test_8_bit_adam_takes_a_quarter_of_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     """Two bytes for each parameter, and two scales for each 256; the code to type has it."""
     found = []

@@ -160,6 +160,7 @@ def test_three_hosts_lose_one_and_go_on_when_it_is_back(cluster_name: str, tmp_p
     assert losses(run_dir) == reference_losses(tmp_path, num_ranks=3, ranks_per_node=1)
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_host_that_does_not_come_is_counted(cluster_name: str, tmp_path: Path) -> None:
     """After the time that was set, one line says how many of how many came."""
