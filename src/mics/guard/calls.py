@@ -75,9 +75,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pieces = list(pieces_in((args, kwargs)))
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, pieces[0], args)
-    if all(piece.shard_layout.parts[0].alone for piece in pieces):
-        return _run_whole(func, name, pieces, args, kwargs)
-    return run_watched(func, name, pieces, args, kwargs)
+    run = _run_whole if all(piece.shard_layout.parts[0].alone for piece in pieces) else run_watched
+    result = run(func, name, pieces, args, kwargs)
+    _note_write(name, args)
+    return result
 
 
 # -- inside ------------------------------------------------------------------------------------------
@@ -213,6 +214,13 @@ def _own_part(target: ShardTensor, value: Tensor, attribute: str) -> Tensor:
         "other functions of p make pieces. p.to_local() is this rank's memory, to write what only this rank "
         "knows"
     )
+
+
+def _note_write(name: str, args: tuple[Any, ...]) -> None:
+    """Count what torch's functions of lists write, which it does not everywhere."""
+    if name.startswith("_foreach_") and name.endswith("_"):
+        with plainly():
+            torch.autograd.graph.increment_version(list(pieces_in(args[:1])))
 
 
 def _change_graph(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
