@@ -152,7 +152,6 @@ class Hops:
         buffer, views = batch.places.take(unit.spec)
         shard = gradients.allocate()
         gradients.drop_cleared()
-        gradients.drop_zeroed()
         full = [param.grad for param in unit.whole.params]
         total = views.full if groups.reduce.size == 1 else views.shard
         laid_out = groups.reduce.lay_out(partial(_copy_to, views, full), unit.spec.label, (buffer.emptied,))
@@ -305,7 +304,7 @@ def hop_2(gradients: Sequence[UnitGradients]) -> None:
         each.drop_cleared()
     partial_sums = [each for each in gradients if each.state is GradState.PARTIAL]
     for each in partial_sums:
-        each.state, each.is_taken = GradState.REDUCED, False
+        each.state, each.untaken = GradState.REDUCED, set(range(len(each.used)))
     together: dict[tuple[UnitGroups, Codec], list[UnitGradients]] = {}
     for each in partial_sums:
         if each.unit.groups.replication.size > 1:  # else hop 1 was all there is
@@ -334,8 +333,7 @@ def gather_errors(shown: ShownGradients) -> None:
     """
     for each in shown.with_errors:
         assert each.errors is not None
-        each.drop_cleared()  # nothing is kept of a step that was left out
-        each.drop_zeroed()
+        each.drop_cleared()  # nothing is kept of gradients that were left out
         each.settle()
         spec, share = each.unit.spec, each.unit.share
         label = f"what rounding lost of {spec.label}"

@@ -13,8 +13,7 @@ from torch import Tensor
 from mics.comm.codec import Codec
 from mics.comm.lanes import DONE, Ticket
 from mics.comm.quantized import WithErrors
-from mics.errors import MicsError
-from mics.guard import plainly
+from mics.guard import ShardGrad, plainly
 from mics.sharding.contiguous import Reserved
 from mics.sharding.unit import Unit
 
@@ -40,7 +39,7 @@ class UnitGradients:
         self.divisor: float = unit.groups.divisor  # of the sum over all ranks
         self.used = [False] * len(unit.spec.refs)  # parameters with a gradient on this rank since zero_grad
         self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
-        self.is_taken = False  # an optimizer has been shown what hop 2 brought
+        self.untaken: set[int] = set()  # parameters of which no optimizer was shown what hop 2 brought
         self._memory = memory
         self._errors = errors
         self._shard: Tensor | None = None  # [chunk_numel], made when it is first needed
@@ -106,25 +105,24 @@ class UnitGradients:
 
     def forget_errors(self) -> None:
         """Start with nothing that rounding has lost. What is kept from here on is not of these gradients."""
-        self.is_taken = True
+        self.untaken.clear()
         if self.errors is not None:
             self.settle()
             self.errors.zero_()
 
-    def take(self, left_out: Tensor | None) -> None:
-        """An optimizer is shown what hop 2 brought; where ``left_out`` is 1 it will change nothing."""
-        self.is_taken = True
-        if left_out is not None and self.errors is not None:
-            self.settle()
-            self.errors.mul_(1 - left_out.to(self.errors))
+    def take(self, indices: Iterable[int], left_out: Tensor | float | None = None) -> None:
+        """What hop 2 brought of these parameters is an optimizer's, or nobody's where ``left_out`` is 1.
 
-    def drop_zeroed(self) -> None:
-        """What no optimizer was shown, and is zero, was left out too."""
-        if self.state is GradState.REDUCED and not self.is_taken and self.errors is not None:
+        What rounding lost of gradients that are left out may be huge: it is not sent. ``left_out`` may be on
+        the device: the host need not know.
+        """
+        found = sorted(self.untaken.intersection(indices))
+        self.untaken.difference_update(found)
+        if found and left_out is not None and self.errors is not None:
             self.settle()
-            found = self.step_gradient()
-            if found.numel():
-                self.errors.mul_(found.ne(0).any())  # the host need not know
+            if isinstance(left_out, Tensor):
+                left_out = left_out.to(self.errors).view(())
+            torch._foreach_mul_([self._range_of(index, self.errors) for index in found], 1 - left_out)
 
     def keep_unused(self, index: int) -> None:
         """Keep for later steps what hop 2 brought for a parameter that no rank used: what was lost before.
@@ -132,6 +130,7 @@ class UnitGradients:
         Of a block with a NaN that is NaN too, also for those beside it: then there is nothing to keep.
         """
         assert self._shard is not None and self.errors is not None
+        self.untaken.discard(index)
         self.settle()
         share, spec = self.unit.share, self.unit.spec
         view, whole = self._views[index], torch.zeros_like(self._shard)
@@ -183,44 +182,41 @@ class UnitGradients:
         self.ticket = DONE
 
     def drop_cleared(self) -> None:
-        """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew."""
+        """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew.
+
+        What rounding lost of a gradient that was cleared or zeroed, and not taken, goes with it.
+        """
         if self.state is GradState.EMPTY:
             return
         with plainly():
-            shown = any(shard.grad is not None for shard in self.unit.shards)
+            grads = [shard.grad for shard in self.unit.shards]
             cleared = [
                 index
                 for index, shard in enumerate(self.unit.shards)
                 if shard.grad is None and shard.requires_grad
             ]
-        if not shown:
-            if self.state is GradState.REDUCED and not self.is_taken:
-                self.forget_errors()  # of gradients that were left out: they may be huge
+        zeroed = [index for index, grad in enumerate(grads) if isinstance(grad, ShardGrad) and grad.is_zeroed]
+        if all(grad is None for grad in grads):
+            self.take(range(len(grads)), left_out=1)
             self.state = GradState.EMPTY
             self.used = [False] * len(self.used)
-        elif cleared:
+            return
+        self.take([*cleared, *zeroed], left_out=1)
+        if cleared:
             assert self._shard is not None
             self.settle()
-            layout = self.unit.spec.layout
-            span = self.unit.share.chunk_span(layout)
             for index in cleared:
-                overlap = layout.slots[index].overlap(span)
-                self._shard[overlap.start - span.start : overlap.stop - span.start].zero_()
+                self._range_of(index, self._shard).zero_()
                 self.used[index] = False
 
-    def check_unhooked(self, index: int) -> None:
-        """Raise if the user hooked a parameter: autograd never sees shards, so the hook would not run."""
-        shard = self.unit.shards[index]
-        with plainly():
-            hooked = bool(shard._post_accumulate_grad_hooks or shard._backward_hooks)
-        if hooked:
-            raise MicsError(
-                f"{self.unit.spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
-                "found one, which "
-                "would never run; change gradients between backward and optimizer.step() instead"
-            )
-
     # -- inside -------------------------------------------------------------------------------------
+
+    def _range_of(self, index: int, chunk: Tensor) -> Tensor:
+        """A parameter's part of a [chunk_numel] tensor."""
+        layout = self.unit.spec.layout
+        span = self.unit.share.chunk_span(layout)
+        overlap = layout.slots[index].overlap(span)
+        return chunk[overlap.start - span.start : overlap.stop - span.start]
 
     def _piece_of(self, chunk: Tensor) -> Tensor:
         return self.unit.share.piece_of(self.unit.spec, chunk)

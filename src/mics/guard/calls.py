@@ -38,6 +38,7 @@ _GRAPH = {
 }  # fmt: skip
 _OF_THE_GRAPH = (Tensor.grad, Tensor._base)  # attributes that are tensors and no views
 _COUNTS = {"numel", "nelement"}
+_ZEROING = {"zero_", "_foreach_zero_"}
 _LIKE_ANOTHER = {"to", "type_as"}  # take a tensor for its device and format alone
 
 
@@ -217,10 +218,15 @@ def _own_part(target: ShardTensor, value: Tensor, attribute: str) -> Tensor:
 
 
 def _note_write(name: str, args: tuple[Any, ...]) -> None:
-    """Count what torch's functions of lists write, which it does not everywhere."""
-    if name.startswith("_foreach_") and name.endswith("_"):
+    """Count what torch's functions of lists write, which it does not everywhere. Remember what is zeroed."""
+    if not name.endswith("_"):
+        return
+    if name.startswith("_foreach_"):
         with plainly():
             torch.autograd.graph.increment_version(list(pieces_in(args[:1])))
+    if name in _ZEROING or (name == "fill_" and type(args[-1]) in (int, float) and args[-1] == 0):
+        for piece in pieces_in(args[:1]):
+            piece.note_zeroed()
 
 
 def _change_graph(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
