@@ -150,7 +150,6 @@ class Hops:
         batch = self._batch or _Batch(Places(self.buffers), self._progress.announced)
         groups = unit.groups
         buffer, views = batch.places.take(unit.spec)
-        shard = gradients.allocate()
         gradients.drop_cleared()
         full = [param.grad for param in unit.whole.params]
         total = views.full if groups.reduce.size == 1 else views.shard
@@ -159,7 +158,7 @@ class Hops:
         batch.gradients.append(gradients)
         batch.pairs.append((total, views.full))
         batch.after += [gradients.ticket, laid_out]
-        batch.adding.append(partial(gradients.add, shard, total, 1.0 / gradients.divisor, gradients.state))
+        batch.adding.append(gradients.adding(total, 1.0 / gradients.divisor))
         batch.nbytes += views.full.nbytes
         gradients.ticket = laid_out
         gradients.state = GradState.PARTIAL
@@ -317,13 +316,21 @@ def _send_together(gradients: Sequence[UnitGradients], groups: UnitGroups, codec
     label = label_of([each.unit.spec for each in gradients])
     before = tuple(each.ticket for each in gradients)
     shards = [each.allocate() for each in gradients]
+    asides = [(each.step_gradient(), each.aside) for each in gradients if each.aside is not None]
+    then = partial(_add_asides, asides) if asides else None
     if gradients[0].unit.share.masters_over_replicas:
         pairs = [(each.step_gradient(), shard) for each, shard in zip(gradients, shards, strict=True)]
-        ticket = groups.replication.reduce_together(pairs, label, after=before, codec=codec)
+        ticket = groups.replication.reduce_together(pairs, label, after=before, codec=codec, then=then)
     else:
-        ticket = groups.replication.all_reduce_together(shards, label, after=before, codec=codec)
+        ticket = groups.replication.all_reduce_together(shards, label, after=before, codec=codec, then=then)
     for each in gradients:
         each.ticket = ticket
+
+
+def _add_asides(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """What earlier hops 2 of this step brought. On the lane of this one."""
+    for gradient, aside in pairs:
+        gradient.add_(aside)
 
 
 def gather_errors(shown: ShownGradients) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from mics.comm.codec import Codec
 from mics.comm.lanes import DONE, Ticket
+from mics.comm.protocol import Action
 from mics.comm.quantized import WithErrors
 from mics.guard import ShardGrad, plainly
 from mics.sharding.contiguous import Reserved
@@ -40,6 +41,7 @@ class UnitGradients:
         self.used = [False] * len(unit.spec.refs)  # parameters with a gradient on this rank since zero_grad
         self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
         self.untaken: set[int] = set()  # parameters of which no optimizer was shown what hop 2 brought
+        self.aside: Tensor | None = None  # what hop 2 has brought and must not round again
         self._memory = memory
         self._errors = errors
         self._shard: Tensor | None = None  # [chunk_numel], made when it is first needed
@@ -141,8 +143,21 @@ class UnitGradients:
 
     # -- values -------------------------------------------------------------------------------------
 
-    def add(self, shard: Tensor, total: Tensor, scale: float, state: GradState) -> None:
-        """Add a micro-step's sum to what earlier ones left. On the lane of the reduction."""
+    def adding(self, total: Tensor, scale: float) -> Action:
+        """What adds a micro-step's sum to what earlier ones left, on the lane of the reduction."""
+        shard = self.allocate()
+        spec = self.unit.spec
+        rounds = self.unit.groups.replication.size > 1 and spec.hop_2.changes(spec.grad_dtype)
+        if self.state is GradState.REDUCED and rounds and self.aside is None:
+            self.aside = torch.empty_like(self.step_gradient())
+        return partial(self._add, shard, total, scale, self.state, self.aside)
+
+    def _add(
+        self, shard: Tensor, total: Tensor, scale: float, state: GradState, aside: Tensor | None
+    ) -> None:
+        if state is GradState.REDUCED and aside is not None:
+            aside.copy_(self.step_gradient())  # hop 2 would round it once more, and adds it later
+            state = GradState.EMPTY
         if state is GradState.EMPTY:
             if total.dtype is shard.dtype:
                 torch.mul(total, scale, out=shard)
@@ -180,6 +195,8 @@ class UnitGradients:
         """Wait for the lanes: from here on the caller may use the shard."""
         self.ticket.wait()
         self.ticket = DONE
+        if self.state is not GradState.PARTIAL:
+            self.aside = None  # hop 2 has added it, or the user has cleared it
 
     def drop_cleared(self) -> None:
         """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew.
@@ -200,6 +217,8 @@ class UnitGradients:
             self.take(range(len(grads)), left_out=1)
             self.state = GradState.EMPTY
             self.used = [False] * len(self.used)
+            if self.aside is not None:
+                self.settle()
             return
         self.take([*cleared, *zeroed], left_out=1)
         if cleared:
@@ -207,6 +226,8 @@ class UnitGradients:
             self.settle()
             for index in cleared:
                 self._range_of(index, self._shard).zero_()
+                if self.aside is not None:
+                    self.unit.views_of(self.aside)[index].zero_()
                 self.used[index] = False
 
     # -- inside -------------------------------------------------------------------------------------
