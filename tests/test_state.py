@@ -344,24 +344,28 @@ def test_loading_without_strictness_reports_keys() -> None:
     assert run_ranks(2, _load_lenient) == [[["norm.weight"], ["other"]]] * 2
 
 
-def _edit_in_place() -> tuple[float, float]:
+def _edit_in_place(together: bool) -> tuple[float, float]:
     """Halve the shards in place, as an exponential average or an initialiser would."""
     model = _sharded(2)
     _loss(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+        if together:
+            torch._foreach_mul_(list(model.parameters()), 0.5)
+        else:
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
     return _loss(model), _loss(model)
 
 
-def test_in_place_edits_of_shards_are_seen() -> None:
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_in_place_edits_of_shards_are_seen(together: bool) -> None:
     """What is written to `model.parameters()` without gradients is what the next forward uses."""
     model = _plain()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
     expected = _loss(model)
-    assert all(pair == (expected, expected) for pair in run_ranks(4, _edit_in_place))
+    assert all(pair == (expected, expected) for pair in run_ranks(4, _edit_in_place, together))
 
 
 # ---------------------------------------------------------------------------------------------

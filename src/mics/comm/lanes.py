@@ -305,11 +305,11 @@ class LanedCollectives:
         label: str,
         after: Sequence[Ticket] = (),
         codec: Codec = PLAIN,
+        then: Action | None = None,
     ) -> Ticket:
-        """Sum over members, in place, for each tensor."""
-        return self._chain(
-            self._collectives.all_reduce_stages(tensors, label, codec), ("all-reduce", label), after
-        )
+        """Sum over members, in place, for each tensor; and ``then`` what is to be done with the results."""
+        stages = self._collectives.all_reduce_stages(tensors, label, codec)
+        return self._chain(stages, ("all-reduce", label), after, then)
 
     def _chain(
         self,

@@ -150,9 +150,7 @@ class Hops:
         batch = self._batch or _Batch(Places(self.buffers), self._progress.announced)
         groups = unit.groups
         buffer, views = batch.places.take(unit.spec)
-        shard = gradients.allocate()
         gradients.drop_cleared()
-        gradients.drop_zeroed()
         full = [param.grad for param in unit.whole.params]
         total = views.full if groups.reduce.size == 1 else views.shard
         laid_out = groups.reduce.lay_out(partial(_copy_to, views, full), unit.spec.label, (buffer.emptied,))
@@ -160,7 +158,7 @@ class Hops:
         batch.gradients.append(gradients)
         batch.pairs.append((total, views.full))
         batch.after += [gradients.ticket, laid_out]
-        batch.adding.append(partial(gradients.add, shard, total, 1.0 / gradients.divisor, gradients.state))
+        batch.adding.append(gradients.adding(total, 1.0 / gradients.divisor))
         batch.nbytes += views.full.nbytes
         gradients.ticket = laid_out
         gradients.state = GradState.PARTIAL
@@ -305,7 +303,7 @@ def hop_2(gradients: Sequence[UnitGradients]) -> None:
         each.drop_cleared()
     partial_sums = [each for each in gradients if each.state is GradState.PARTIAL]
     for each in partial_sums:
-        each.state, each.is_taken = GradState.REDUCED, False
+        each.state, each.untaken = GradState.REDUCED, set(range(len(each.used)))
     together: dict[tuple[UnitGroups, Codec], list[UnitGradients]] = {}
     for each in partial_sums:
         if each.unit.groups.replication.size > 1:  # else hop 1 was all there is
@@ -318,13 +316,21 @@ def _send_together(gradients: Sequence[UnitGradients], groups: UnitGroups, codec
     label = label_of([each.unit.spec for each in gradients])
     before = tuple(each.ticket for each in gradients)
     shards = [each.allocate() for each in gradients]
+    asides = [(each.step_gradient(), each.aside) for each in gradients if each.aside is not None]
+    then = partial(_add_asides, asides) if asides else None
     if gradients[0].unit.share.masters_over_replicas:
         pairs = [(each.step_gradient(), shard) for each, shard in zip(gradients, shards, strict=True)]
-        ticket = groups.replication.reduce_together(pairs, label, after=before, codec=codec)
+        ticket = groups.replication.reduce_together(pairs, label, after=before, codec=codec, then=then)
     else:
-        ticket = groups.replication.all_reduce_together(shards, label, after=before, codec=codec)
+        ticket = groups.replication.all_reduce_together(shards, label, after=before, codec=codec, then=then)
     for each in gradients:
         each.ticket = ticket
+
+
+def _add_asides(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """What earlier hops 2 of this step brought. On the lane of this one."""
+    for gradient, aside in pairs:
+        gradient.add_(aside)
 
 
 def gather_errors(shown: ShownGradients) -> None:
@@ -334,8 +340,7 @@ def gather_errors(shown: ShownGradients) -> None:
     """
     for each in shown.with_errors:
         assert each.errors is not None
-        each.drop_cleared()  # nothing is kept of a step that was left out
-        each.drop_zeroed()
+        each.drop_cleared()  # nothing is kept of gradients that were left out
         each.settle()
         spec, share = each.unit.spec, each.unit.share
         label = f"what rounding lost of {spec.label}"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from mics.comm.codec import Codec
 from mics.comm.lanes import DONE, Ticket
+from mics.comm.protocol import Action
 from mics.comm.quantized import WithErrors
-from mics.errors import MicsError
-from mics.guard import plainly
+from mics.guard import ShardGrad, plainly
 from mics.sharding.contiguous import Reserved
 from mics.sharding.unit import Unit
 
@@ -40,7 +40,8 @@ class UnitGradients:
         self.divisor: float = unit.groups.divisor  # of the sum over all ranks
         self.used = [False] * len(unit.spec.refs)  # parameters with a gradient on this rank since zero_grad
         self.ticket: Ticket = DONE  # of the last job on the shard; lanes work beside the computation
-        self.is_taken = False  # an optimizer has been shown what hop 2 brought
+        self.untaken: set[int] = set()  # parameters of which no optimizer was shown what hop 2 brought
+        self.aside: Tensor | None = None  # what hop 2 has brought and must not round again
         self._memory = memory
         self._errors = errors
         self._shard: Tensor | None = None  # [chunk_numel], made when it is first needed
@@ -106,25 +107,24 @@ class UnitGradients:
 
     def forget_errors(self) -> None:
         """Start with nothing that rounding has lost. What is kept from here on is not of these gradients."""
-        self.is_taken = True
+        self.untaken.clear()
         if self.errors is not None:
             self.settle()
             self.errors.zero_()
 
-    def take(self, left_out: Tensor | None) -> None:
-        """An optimizer is shown what hop 2 brought; where ``left_out`` is 1 it will change nothing."""
-        self.is_taken = True
-        if left_out is not None and self.errors is not None:
-            self.settle()
-            self.errors.mul_(1 - left_out.to(self.errors))
+    def take(self, indices: Iterable[int], left_out: Tensor | float | None = None) -> None:
+        """What hop 2 brought of these parameters is an optimizer's, or nobody's where ``left_out`` is 1.
 
-    def drop_zeroed(self) -> None:
-        """What no optimizer was shown, and is zero, was left out too."""
-        if self.state is GradState.REDUCED and not self.is_taken and self.errors is not None:
+        What rounding lost of gradients that are left out may be huge: it is not sent. ``left_out`` may be on
+        the device: the host need not know.
+        """
+        found = sorted(self.untaken.intersection(indices))
+        self.untaken.difference_update(found)
+        if found and left_out is not None and self.errors is not None:
             self.settle()
-            found = self.step_gradient()
-            if found.numel():
-                self.errors.mul_(found.ne(0).any())  # the host need not know
+            if isinstance(left_out, Tensor):
+                left_out = left_out.to(self.errors).view(())
+            torch._foreach_mul_([self._range_of(index, self.errors) for index in found], 1 - left_out)
 
     def keep_unused(self, index: int) -> None:
         """Keep for later steps what hop 2 brought for a parameter that no rank used: what was lost before.
@@ -132,6 +132,7 @@ class UnitGradients:
         Of a block with a NaN that is NaN too, also for those beside it: then there is nothing to keep.
         """
         assert self._shard is not None and self.errors is not None
+        self.untaken.discard(index)
         self.settle()
         share, spec = self.unit.share, self.unit.spec
         view, whole = self._views[index], torch.zeros_like(self._shard)
@@ -142,8 +143,21 @@ class UnitGradients:
 
     # -- values -------------------------------------------------------------------------------------
 
-    def add(self, shard: Tensor, total: Tensor, scale: float, state: GradState) -> None:
-        """Add a micro-step's sum to what earlier ones left. On the lane of the reduction."""
+    def adding(self, total: Tensor, scale: float) -> Action:
+        """What adds a micro-step's sum to what earlier ones left, on the lane of the reduction."""
+        shard = self.allocate()
+        spec = self.unit.spec
+        rounds = self.unit.groups.replication.size > 1 and spec.hop_2.changes(spec.grad_dtype)
+        if self.state is GradState.REDUCED and rounds and self.aside is None:
+            self.aside = torch.empty_like(self.step_gradient())
+        return partial(self._add, shard, total, scale, self.state, self.aside)
+
+    def _add(
+        self, shard: Tensor, total: Tensor, scale: float, state: GradState, aside: Tensor | None
+    ) -> None:
+        if state is GradState.REDUCED and aside is not None:
+            aside.copy_(self.step_gradient())  # hop 2 would round it once more, and adds it later
+            state = GradState.EMPTY
         if state is GradState.EMPTY:
             if total.dtype is shard.dtype:
                 torch.mul(total, scale, out=shard)
@@ -181,46 +195,49 @@ class UnitGradients:
         """Wait for the lanes: from here on the caller may use the shard."""
         self.ticket.wait()
         self.ticket = DONE
+        if self.state is not GradState.PARTIAL:
+            self.aside = None  # hop 2 has added it, or the user has cleared it
 
     def drop_cleared(self) -> None:
-        """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew."""
+        """Zero what the user cleared: a parameter whose ``grad`` is None again starts anew.
+
+        What rounding lost of a gradient that was cleared or zeroed, and not taken, goes with it.
+        """
         if self.state is GradState.EMPTY:
             return
         with plainly():
-            shown = any(shard.grad is not None for shard in self.unit.shards)
+            grads = [shard.grad for shard in self.unit.shards]
             cleared = [
                 index
                 for index, shard in enumerate(self.unit.shards)
                 if shard.grad is None and shard.requires_grad
             ]
-        if not shown:
-            if self.state is GradState.REDUCED and not self.is_taken:
-                self.forget_errors()  # of gradients that were left out: they may be huge
+        zeroed = [index for index, grad in enumerate(grads) if isinstance(grad, ShardGrad) and grad.is_zeroed]
+        if all(grad is None for grad in grads):
+            self.take(range(len(grads)), left_out=1)
             self.state = GradState.EMPTY
             self.used = [False] * len(self.used)
-        elif cleared:
+            if self.aside is not None:
+                self.settle()
+            return
+        self.take([*cleared, *zeroed], left_out=1)
+        if cleared:
             assert self._shard is not None
             self.settle()
-            layout = self.unit.spec.layout
-            span = self.unit.share.chunk_span(layout)
             for index in cleared:
-                overlap = layout.slots[index].overlap(span)
-                self._shard[overlap.start - span.start : overlap.stop - span.start].zero_()
+                self._range_of(index, self._shard).zero_()
+                if self.aside is not None:
+                    self.unit.views_of(self.aside)[index].zero_()
                 self.used[index] = False
 
-    def check_unhooked(self, index: int) -> None:
-        """Raise if the user hooked a parameter: autograd never sees shards, so the hook would not run."""
-        shard = self.unit.shards[index]
-        with plainly():
-            hooked = bool(shard._post_accumulate_grad_hooks or shard._backward_hooks)
-        if hooked:
-            raise MicsError(
-                f"{self.unit.spec.refs[index].name}: expected no hooks on parameters of a sharded model, "
-                "found one, which "
-                "would never run; change gradients between backward and optimizer.step() instead"
-            )
-
     # -- inside -------------------------------------------------------------------------------------
+
+    def _range_of(self, index: int, chunk: Tensor) -> Tensor:
+        """A parameter's part of a [chunk_numel] tensor."""
+        layout = self.unit.spec.layout
+        span = self.unit.share.chunk_span(layout)
+        overlap = layout.slots[index].overlap(span)
+        return chunk[overlap.start - span.start : overlap.stop - span.start]
 
     def _piece_of(self, chunk: Tensor) -> Tensor:
         return self.unit.share.piece_of(self.unit.spec, chunk)

@@ -68,9 +68,10 @@ class ShownGradients:
             ]
             self._guards[unit.spec.index] = guards
         with plainly():
-            for index, (shard, guard) in enumerate(zip(unit.shards, guards, strict=True)):
+            for held, shard, guard in zip(unit.spec.refs, unit.shards, guards, strict=True):
+                guard.is_zeroed = False
                 if shard.grad is None and shard.requires_grad:
-                    gradients.check_unhooked(index)
+                    _check_unhooked(shard, held.name)
                     shard.grad = guard
 
     def leave_cleared(self, unit: Unit) -> None:
@@ -177,6 +178,15 @@ class ShownGradients:
                 if shard.grad is plain and (plain is not None or all(seen)):
                     shard.grad = self._guards[unit.spec.index][index]
         self._plain = []
+
+
+def _check_unhooked(shard: nn.Parameter, name: str) -> None:
+    """Raise if the user hooked a parameter: autograd never sees shards, so the hook would not run."""
+    if shard._post_accumulate_grad_hooks or shard._backward_hooks:
+        raise MicsError(
+            f"{name}: expected no hooks on parameters of a sharded model, found one, which "
+            "would never run; change gradients between backward and optimizer.step() instead"
+        )
 
 
 def _check_assigned(layout: Layout, value: ShardTensor) -> None:

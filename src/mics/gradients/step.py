@@ -98,12 +98,15 @@ class Step:
             )
         self._shown.guard_again()
         self.synchronize()
-        units = list({id(unit): unit for unit, _ in members}.values())
+        indices: dict[Unit, list[int]] = {}
+        for unit, index in members:
+            indices.setdefault(unit, []).append(index)
+        units = list(indices)
         self._events.tell(Event(What.STEP_BEGINS, units=units))
         for unit in units:
             unit.check_intact()
             self._shown.of(unit).drop_cleared()
-            self._shown.of(unit).take(left_out)
+            self._shown.of(unit).take(indices[unit], left_out)
         if self.moved is not None:
             self.moved.look_at(units)
         self._agreement.settle()

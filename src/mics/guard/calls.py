@@ -38,6 +38,7 @@ _GRAPH = {
 }  # fmt: skip
 _OF_THE_GRAPH = (Tensor.grad, Tensor._base)  # attributes that are tensors and no views
 _COUNTS = {"numel", "nelement"}
+_ZEROING = {"zero_", "_foreach_zero_"}
 _LIKE_ANOTHER = {"to", "type_as"}  # take a tensor for its device and format alone
 
 
@@ -75,9 +76,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pieces = list(pieces_in((args, kwargs)))
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, pieces[0], args)
-    if all(piece.shard_layout.parts[0].alone for piece in pieces):
-        return _run_whole(func, name, pieces, args, kwargs)
-    return run_watched(func, name, pieces, args, kwargs)
+    run = _run_whole if all(piece.shard_layout.parts[0].alone for piece in pieces) else run_watched
+    result = run(func, name, pieces, args, kwargs)
+    _note_write(name, args)
+    return result
 
 
 # -- inside ------------------------------------------------------------------------------------------
@@ -213,6 +215,18 @@ def _own_part(target: ShardTensor, value: Tensor, attribute: str) -> Tensor:
         "other functions of p make pieces. p.to_local() is this rank's memory, to write what only this rank "
         "knows"
     )
+
+
+def _note_write(name: str, args: tuple[Any, ...]) -> None:
+    """Count what torch's functions of lists write, which it does not everywhere. Remember what is zeroed."""
+    if not name.endswith("_"):
+        return
+    if name.startswith("_foreach_"):
+        with plainly():
+            torch.autograd.graph.increment_version(list(pieces_in(args[:1])))
+    if name in _ZEROING or (name == "fill_" and type(args[-1]) in (int, float) and args[-1] == 0):
+        for piece in pieces_in(args[:1]):
+            piece.note_zeroed()
 
 
 def _change_graph(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -119,6 +119,11 @@ class ShardTensor(Tensor):
         if self.root is not None:
             self.root.prepare()
 
+    def note_zeroed(self) -> None:
+        """The user has filled it with zeros."""
+        if self.root is not None:
+            self.root.note_zeroed()
+
     def owner(self) -> ShardOwner:
         owner = self.shard_owner()
         if owner is None:
@@ -232,6 +237,7 @@ class ShardGrad(ShardTensor):
     """This rank's piece of a parameter's gradient. Whoever uses it gets hop 2 first."""
 
     is_lost: bool = False  # its memory was freed while it had had hop 1 alone
+    is_zeroed: bool = False  # by the user: all ranks know, also those whose piece was zero before
 
     @staticmethod
     def of(gradient: Tensor, layout: Layout, owner: ref[ShardOwner]) -> ShardGrad:
@@ -252,6 +258,9 @@ class ShardGrad(ShardTensor):
         self.part_from_aliases()
         with plainly(), torch.no_grad():
             self.data = self.as_subclass(Tensor).clone()
+
+    def note_zeroed(self) -> None:
+        self.is_zeroed = True
 
     def prepare(self) -> None:
         self.check_kept()
