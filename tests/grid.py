@@ -2,7 +2,7 @@
 
 A case is a world (ranks, partition size, ranks per node) and a way to train in it (accumulation,
 optimizer sharding, parameter dtype, announced boundary or not, clipping or not; low memory, units that
-stay, or neither). For every world with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over
+stay, or neither; new parameters as moves where they may be). For every world with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over
 the ways to train, in which every pair of settings occurs together; `full_cases` takes all combinations.
 `pair_cases` are those of the quick ones that are needed for every pair of settings.
 
@@ -53,7 +53,7 @@ GPU_BF16 = Tolerance(rtol=0.1, atol=2e-3)
 
 SETTINGS = (
     *("world_size", "partition_size", "ranks_per_node", "accumulation", "optimizer_sharding"),
-    *("bf16", "announced", "clipped", "low_memory", "staying"),
+    *("bf16", "announced", "clipped", "low_memory", "staying", "moves"),
 )
 """What differs between cases, by name."""
 
@@ -72,6 +72,7 @@ class Case:
     clipped: bool
     low_memory: bool = False
     staying: bool = False
+    moves: bool = False
     shape: tuple[tuple[str, int], ...] = ()
     num_steps: int = 3
 
@@ -84,7 +85,26 @@ class Case:
             f"{' clipped' if self.clipped else ''}"
             f"{' low_memory' if self.low_memory else ''}"
             f"{' staying' if self.staying else ''}"
+            f"{' moves' if self.moves else ''}"
         )
+
+    @property
+    def route(self) -> str | None:
+        """Who has values of before, so that new ones may come to them as moves."""
+        if self.bf16 and self.partition_size < self.world_size and self.optimizer_sharding == "world":
+            return "replicas"
+        spans_nodes = self.partition_size == self.world_size > self.ranks_per_node
+        return "units that stay" if self.bf16 and spans_nodes and self.staying else None
+
+    def with_moves(self) -> Case:
+        """With new values as moves, in enough steps for a forward to use some.
+
+        The first step sends values, and its needs make room for the second's moves. Units stay once an order has
+        come twice, in the micro-steps of one step or in two.
+        """
+        assert self.route is not None
+        num_steps = 3 if self.route == "replicas" else 5 + (self.accumulation == 1)
+        return replace(self, moves=True, num_steps=max(self.num_steps, num_steps))
 
     def recipe(self) -> Recipe:
         return language_recipe(
@@ -107,8 +127,7 @@ class Case:
             options={
                 "low_memory": self.low_memory,
                 "prefetch": mics.Prefetch(units=1, stay_nbytes=_STAY_NBYTES) if self.staying else "auto",
-                # New parameters as moves in half of the cases: bits are the same.
-                "compression": mics.Compression() if self.announced else None,
+                "compression": mics.Compression() if self.moves else None,
             },
         )
 
@@ -145,7 +164,9 @@ def quick_cases(max_world_size: int = 8) -> list[Case]:
             turn = (index + 2 * number) % 3
             # Units stay once an order has come twice, and the first step has one of its own.
             steps = 4 if turn == 1 and row[0] == 1 else num_steps
-            cases.append(replace(_case(world, row), num_steps=steps, low_memory=turn == 0, staying=turn == 1))
+            case = replace(_case(world, row), num_steps=steps, low_memory=turn == 0, staying=turn == 1)
+            # In a third of the worlds new values come as they are.
+            cases.append(case.with_moves() if case.route is not None and index % 3 else case)
     return cases
 
 
@@ -158,7 +179,7 @@ def pair_cases() -> list[Case]:
     cases = [case for case in quick_cases() if case.world_size <= 4]
     rows = [tuple(getattr(case, name) for name in SETTINGS) for case in cases]
     known = {_world(case): case for case in quick_cases()}
-    large = [(6, 2, 4), (6, 3, 4), (8, 2, 4), (8, 4, 2), (8, 8, 4)]
+    large = [(6, 2, 4), (6, 3, 4), (8, 2, 4), (8, 4, 2), (8, 8, 2)]
     return [*(cases[index] for index in pairwise.cover(rows)), *(known[world] for world in large)]
 
 
@@ -182,13 +203,14 @@ def _world(case: Case) -> tuple[int, int, int]:
 
 
 def full_cases(max_world_size: int = 8) -> list[Case]:
-    """Every combination."""
+    """Every combination; with moves where there can be some."""
     ways = product(range(1, MAX_ACCUMULATION + 1), *[(False, True)] * 4)
     memory = ((False, False), (True, False), (False, True))
-    return [
+    cases = [
         replace(_case(world, row), low_memory=low_memory, staying=staying)
         for world, row, (low_memory, staying) in product(worlds(max_world_size), list(ways), memory)
     ]
+    return [*cases, *(case.with_moves() for case in cases if case.route is not None)]
 
 
 Row = tuple[int, bool, bool, bool, bool]
@@ -263,4 +285,6 @@ def judge(case: Case, found: Outcome, tolerance: Tolerance = EXACT, norm: Tolera
     if tolerance is not EXACT:
         wide = tolerance
     problems += [f"plain: {line}" for line in differences(found, plain, wide, wide)]
+    if case.moves and not found.num_decoded:
+        problems.append("no moves were decoded")
     return problems

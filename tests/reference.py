@@ -105,6 +105,7 @@ class Outcome:
     losses     [step][micro][rank] (`train_plain`: one entry instead of one per rank)
     norms      [step], the gradient's norm before clipping
     gradients  [step], by parameter name, before clipping, where they were recorded
+    num_decoded    how often moves of new parameters were decoded
     """
 
     losses: list[list[list[float]]] = field(default_factory=list)
@@ -114,6 +115,7 @@ class Outcome:
     state_dict: dict[str, Tensor] = field(default_factory=dict)
     optimizer_state: State = field(default_factory=dict)
     extra: list[Any] = field(default_factory=list)
+    num_decoded: int = 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -378,10 +380,15 @@ class Sharding:
 
 def train_sharded(recipe: Recipe, sharding: Sharding) -> Outcome:
     """Train on the calling rank. Rank 0's outcome holds the whole tensors, the others' none."""
+    from mics.comm.moves import Moves
     from mics.sharding import refresh
 
-    with patch.object(refresh, "_WORTHWHILE", math.inf):  # toys are too small for moves to save bytes
-        return _train_sharded(recipe, sharding)
+    with (
+        patch.object(refresh, "_WORTHWHILE", math.inf),  # toys are too small for moves to save bytes
+        patch.object(Moves, "decode", autospec=True, side_effect=Moves.decode) as decode,
+    ):
+        outcome = _train_sharded(recipe, sharding)
+    return replace(outcome, num_decoded=decode.call_count)
 
 
 def _train_sharded(recipe: Recipe, sharding: Sharding) -> Outcome:

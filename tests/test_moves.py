@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mics.comm.moves import Moves, Room, moves_work
+from mics.comm.moves import Moves, Room, checksum, moves_work
+from mics.utils.digests import digests
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -101,6 +102,42 @@ def test_kernels_write_what_the_cpu_writes() -> None:
     (nibbles, few, fewer, needed), others = found
     assert needed == others[3] and torch.equal(nibbles, others[0])
     assert torch.equal(few.values, others[1].values) and torch.equal(fewer.values, others[2].values)
+
+
+def _checksum(values: Tensor) -> int:
+    out = torch.full((1,), 7, dtype=torch.int64, device=values.device)
+    checksum(values, out)
+    return int(out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_checksum_sees_every_bit_and_its_place(device: str) -> None:
+    """Also signs of zeros, values that change places, and pairs of highest bits."""
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    values[:4], values[-1] = 0, 1
+    found = {_checksum(values)}
+    assert found == {_checksum(values.clone())}
+    for number, bit in ((0, 15), (1, 0), (17, 3), (20_000, 14), (39_999, 15)):
+        other = values.clone()
+        other.view(torch.int16)[number] ^= 1 << bit if bit < 15 else -(1 << 15)
+        found.add(_checksum(other))
+    for first, second in ((5, 6), (5, 7), (5, 39_999), (1024, 2048)):
+        other = values.clone()
+        other[[first, second]] = values[[second, first]]
+        found.add(_checksum(other))
+        other = values.clone()
+        other[[first, second]] *= -1
+        found.add(_checksum(other))
+    assert len(found) == 1 + 5 + 4 + 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", [8, 2040, 2048, 70_000, 1 << 20])
+def test_the_kernel_of_checksums_finds_what_digests_finds(numel: int) -> None:
+    from mics.comm.moves_triton import SLICE_NUMEL
+
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert _checksum(values.cuda()) == int(digests([values], slice_numel=SLICE_NUMEL))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

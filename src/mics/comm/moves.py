@@ -29,6 +29,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mics.utils.digests import digests
+
 _log = logging.getLogger("mics")
 _MAX_BLOCK: Final = 512  # as fast as the H200 decodes
 _MIN_BLOCK: Final = 16
@@ -160,6 +162,19 @@ class Moves:
         values.copy_(_ordered(_wrapped(_ordered(values) + moves)))
 
 
+def checksum(values: Tensor, out: Tensor) -> None:
+    """Fill ``out`` (int64 [1]) with a digest of ``values``, the same on all devices of a kind.
+
+    As ``digests``, but by one kernel on a GPU: this is done for every unit in every step.
+    """
+    if values.device.type == "cuda":
+        from mics.comm import moves_triton
+
+        moves_triton.checksum(values.view(torch.int32), out)
+    else:
+        out.copy_(digests([values]))
+
+
 @cache
 def moves_work(device: torch.device) -> bool:
     """Whether moves can be made on ``device``, tried once.
@@ -175,6 +190,7 @@ def moves_work(device: torch.device) -> bool:
         needed = torch.zeros(2, dtype=torch.int32, device=device)
         moves.encode(wires[0], values[0], values[0], needed)
         moves.decode(values, wires, own=1)
+        checksum(values[0], torch.zeros(1, dtype=torch.int64, device=device))
         torch.cuda.synchronize(device)
     except Exception as error:
         _log.warning("new parameters go to the replicas as they are, since moves do not work here: %s", error)

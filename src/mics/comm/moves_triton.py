@@ -1,4 +1,4 @@
-"""``moves.py`` on a GPU: a kernel that encodes, and one that decodes for all members."""
+"""``moves.py`` on a GPU: a kernel that encodes, one that decodes for all members, one for checksums."""
 
 # Triton compiles annotations of its functions, and knows none but its own.
 # ruff: noqa: ANN001, ANN202
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from mics.comm.moves import Moves
 
 _NUM_WARPS: Final = 1  # with blocks of 512 values
+SLICE_NUMEL: Final = 1024
+"""Words that checksums weigh together."""
+_NUM_SLICES: Final = 8  # by one program
+_STEP = tl.constexpr(-0x61C8864680B583EB)
+_MIX = tl.constexpr(-0x40A7B892E31B1A47)
 
 
 @triton.jit
@@ -151,6 +156,26 @@ def _decode(
     )
 
 
+@triton.jit
+def _weights(places):
+    """Those of utils/digests.py, made where they are needed."""
+    values = (places + 1) * _STEP
+    values = (values ^ (values >> 30)) * _MIX
+    return (values ^ (values >> 27)) | 1
+
+
+@triton.jit
+def _checksum(words, out, numel, slice_numel: tl.constexpr, num_slices: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * num_slices
+    places = tl.arange(0, slice_numel).to(tl.int64)
+    sums = tl.zeros([slice_numel], dtype=tl.int64)
+    for number in range(num_slices):
+        offsets = (first + number) * slice_numel + places
+        found = tl.load(words + offsets, mask=offsets < numel, other=0).to(tl.int64)
+        sums += found * _weights(slice_numel + first + number)
+    tl.atomic_add(out, tl.sum(sums * _weights(places)), sem="relaxed")  # of integers: in any order
+
+
 def encode(moves: Moves, wire: Tensor, old: Tensor, new: Tensor, needed: Tensor) -> None:
     needed.zero_()
     _encode[(moves.num_blocks,)](
@@ -167,3 +192,9 @@ def decode(moves: Moves, values: Tensor, wires: Tensor, own: int) -> None:
         moves.room.num_bytes, moves.room.num_words, own, half=moves.block // 2,
         num_warps=_NUM_WARPS,
     )  # fmt: skip
+
+
+def checksum(words: Tensor, out: Tensor) -> None:
+    out.zero_()
+    grid = (triton.cdiv(words.numel(), _NUM_SLICES * SLICE_NUMEL),)
+    _checksum[grid](words, out, words.numel(), slice_numel=SLICE_NUMEL, num_slices=_NUM_SLICES)

@@ -107,8 +107,6 @@ class Step:
             unit.check_intact()
             self._shown.of(unit).drop_cleared()
             self._shown.of(unit).take(indices[unit], left_out)
-        if self.moved is not None:
-            self.moved.look_at(units)
         self._agreement.settle()
         for unit, index in members:
             self._shown.show_plain(unit, index, is_used=self._agreement.used(unit, index))

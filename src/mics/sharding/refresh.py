@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mics.comm.lanes import DONE, LanedCollectives, Ticket
-from mics.comm.moves import Moves, Room
+from mics.comm.moves import Moves, Room, checksum
 from mics.comm.protocol import Action
 from mics.comm.world import UnitGroups
 from mics.cost.memory import NUM_RECEIVED
@@ -190,6 +190,10 @@ class MovedValues:
     each unit's moves sent in the room that earlier steps needed, and the need beside them. Before it has the
     first unit gathered it looks (``confirm``): values whose moves did not fit, on any member, are sent as
     they are. Members see the same needs, so they decide alike.
+
+    Moves bring the right values to whom has the right ones of before. Code of a model's that writes to
+    ``weight.data`` may leave others, on its rank alone, and so may a bit that flips. So each member tells the
+    checksum of all the copies that it has. Where not all are equal, values are sent as well.
     """
 
     def __init__(
@@ -201,13 +205,11 @@ class MovedValues:
         self._rows = {unit.spec.index: row for row, unit in enumerate(filter(is_moved, units))}
         self._sent: dict[int, _Sent] = {}
         self._replaced: list[_Sent] = []  # which a lane may still send
-        self._needed = torch.zeros(len(self._rows), 2, dtype=torch.int32, device=device)
-        self._edited = torch.zeros(len(self._rows), dtype=torch.bool, device=device)
-        numels = [unit.own_params.numel() for unit in units if is_moved(unit)]
-        self._numels = torch.tensor(numels, dtype=torch.int32, device=device)
-        self._found = self._host = self._needed
+        # By unit: the bytes and the words that moves need, and the checksum of what they are moves from.
+        self._told = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
+        self._found = self._host = self._told
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-        self._told: Ticket = DONE
+        self._telling: Ticket = DONE
         self._pending: list[_Sent] = []
         self._waiting: list[list[_Sent]] = []  # for their turn: what is sent together
         # Two, for a lane that decodes what came while another brings more.
@@ -221,7 +223,7 @@ class MovedValues:
     def __del__(self) -> None:
         """Let the computation wait for what lanes still do with this memory: others get it next."""
         if self._device.type == "cuda":
-            for ticket in (self._told, *(each.read for each in self._received)):
+            for ticket in (self._telling, *(each.read for each in self._received)):
                 with suppress(Exception):  # the interpreter may be on its way out
                     ticket.wait()
 
@@ -230,19 +232,7 @@ class MovedValues:
         """Of memory for moves on their way."""
         own = sum(sent.wire.numel() for sent in (*self._sent.values(), *self._replaced))
         received = sum(each.memory.numel() for each in self._received)
-        return own + received + self._needed.nbytes + self._found.nbytes
-
-    def look_at(self, units: Sequence[Unit]) -> None:
-        """Before the masters of ``units`` change: see whether the values of before are theirs.
-
-        Code of a model's that writes to ``weight.data`` may leave others, which nobody else has.
-        """
-        self._edited.zero_()
-        for unit in self._moved(units):
-            unit.settle_params()
-            copies = self._route.copies(unit).view(self._route.group(unit.groups).size, -1)
-            old, masters = copies[self._route.position(unit)], unit.masters.here()
-            torch.any(old.ne(masters.to(old.dtype)), out=self._edited[self._rows[unit.spec.index]])
+        return own + received + self._told.nbytes + self._found.nbytes
 
     def send(self, batches: Sequence[Sequence[Unit]]) -> None:
         """Have new values come, of the units of a batch together."""
@@ -260,23 +250,25 @@ class MovedValues:
                 self._send_or_replace(sent)
 
     def _begin(self, units: Sequence[Unit]) -> None:
-        """Make the moves of ``units``, and tell the other members what room they need."""
+        """Make the moves of ``units``, and tell the other members what they need, and from what they are."""
         self.send_waiting()
         moved = self._moved(units)
         if not moved:
             return
-        self._needed.zero_()
-        for unit in moved:
+        for unit in moved:  # before one is pending: they may ask for a confirmation, of what came before
             unit.settle_params()
+        self._told.zero_()
+        for unit in moved:
             sent = self._sent.get(unit.spec.index) or self._make(unit, Room(0, 0))
             sent.ticket = None
-            new = unit.masters.here().to(unit.own_params.dtype)
-            sent.moves.encode(sent.wire, unit.own_params, new, self._needed[self._rows[unit.spec.index]])
+            copies, told = self._route.copies(unit), self._told[self._rows[unit.spec.index]]
+            checksum(copies, told[2:].view(torch.int64))
+            # What all have there if copies are alike, whoever wrote to it.
+            old = copies.view(self._route.group(unit.groups).size, -1)[self._route.position(unit)]
+            new = unit.masters.here().to(old.dtype)
+            sent.moves.encode(sent.wire, old, new, told[:2])
             unit.own_params.copy_(new)
             self._pending.append(sent)
-        # As many as there are values: then these are sent as they are.
-        num_words = self._needed[:, 1]
-        torch.maximum(num_words, self._edited * self._numels, out=num_words)
         self._replaced = [old for old in self._replaced if old.unit not in moved]
         self._tell(moved[0].groups)
 
@@ -316,19 +308,23 @@ class MovedValues:
         return [unit for unit in units if unit.spec.index in self._rows and self._route.has_old(unit)]
 
     def confirm(self) -> None:
-        """Send as they are what did not fit, and make room for what the next step may need."""
+        """Send as they are what moves do not bring, and make room for what the next step may need."""
         if not self._pending:
             return
-        self._told.wait()
+        self._telling.wait()
         if self._arrived is not None:
             self._arrived.synchronize()
         pending, self._pending = self._pending, []  # not before: whoever is interrupted there looks again
-        needed = self._host.view(-1, *self._needed.shape).amax(0).tolist()
+        found = self._host.view(-1, *self._told.shape)
+        needed, are_alike = found[..., :2].amax(0).tolist(), self._are_alike(found[..., 2:])
         late: dict[Ticket, list[Unit]] = {}
         waiting = {sent.unit for batch in self._waiting for sent in batch}
         for sent in pending:
-            unit, need = sent.unit, Room(*needed[self._rows[sent.unit.spec.index]])
-            sent.fits = sent.moves.room.holds(need)
+            unit, row = sent.unit, self._rows[sent.unit.spec.index]
+            need = Room(*needed[row])
+            if not are_alike[row]:
+                need = Room(need.num_bytes, unit.own_params.numel())  # for which the next step sends values
+            sent.fits = are_alike[row] and sent.moves.room.holds(need)
             if unit not in waiting:
                 unit.refresh.confirm = None
             if sent.ticket is not None and not sent.fits:
@@ -337,14 +333,21 @@ class MovedValues:
         for ticket, together in late.items():
             self._route.send_late(together, ticket)
 
+    def _are_alike(self, checksums: Tensor) -> list[bool]:
+        """By unit: whether all members had the same copies. ``checksums``: [members, units, 2]."""
+        if self._imagined is not None:
+            return [True] * len(self._rows)
+        found: list[bool] = (checksums == checksums[0]).all(-1).all(0).tolist()
+        return found
+
     def _goes_by_moves(self, unit: Unit) -> bool:
         sent = self._sent.get(unit.spec.index)
         return sent is not None and sent.is_worthwhile
 
     def _tell(self, groups: UnitGroups) -> None:
-        """Every member of the needs of all."""
+        """Every member what all have to tell."""
         group = self._route.group(groups)
-        numel = group.size * self._needed.numel()
+        numel = group.size * self._told.numel()
         if self._found.numel() != numel:
             self._found = torch.zeros(numel, dtype=torch.int32, device=self._device)
             pin = self._device.type == "cuda"
@@ -356,7 +359,7 @@ class MovedValues:
                 self._arrived.record()
 
         label = "how far values have moved"
-        self._told = group.all_gather(self._found, self._needed.view(-1), label, then=bring)
+        self._telling = group.all_gather(self._found, self._told.view(-1), label, then=bring)
 
     def _send_moves(self, moved: Sequence[_Sent]) -> None:
         units = [sent.unit for sent in moved]
