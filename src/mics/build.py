@@ -129,7 +129,7 @@ def _wire(
         units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
     )
     if moves_old or (moves and has_replicas):
-        route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas(in_turn=crosses)
+        route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas(crosses=crosses)
         step.moved = MovedValues(units, settings.device, route, imagined=world.imagined is not None)
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)
