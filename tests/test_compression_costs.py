@@ -229,6 +229,20 @@ def test_flags_reach_the_run(
     assert printed in capsys.readouterr().out
 
 
+def test_a_plan_says_where_rounding_sends_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """With eight replicas on a node, where that is the best setting all the same. For several sizes too."""
+    plan = ["plan", "--model", "gpt-350m", "--global-batch", "512", "--cluster", "p4d.24xlarge"]
+    expected = (
+        "mics plan: warning: --hop2 int8: on 4 nodes, with partition size 1, expected fewer bytes between "
+        "nodes, found 1.6 times those without it: each of a node's 8 replicas sends to every other node; "
+        "leave it out, or have a larger partition size, up to 8\n"
+    )
+    assert main([*plan, "--nodes", "1", "4", "--hop2", "int8"]) == 0
+    assert expected in capsys.readouterr().err
+    assert main([*plan, "--nodes", "4"]) == 0
+    assert "times those" not in capsys.readouterr().err
+
+
 def test_a_dry_run_counts_what_is_sent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
