@@ -7,7 +7,7 @@ TFLOP/s count what is recomputed in the backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.published.planned import MOST_OF_ZERO, most_over_zero, plan_row
@@ -23,11 +23,21 @@ from mics.planner.systems import SYSTEMS, predict
 
 ORDINARY = Path(__file__).parent / "clusters" / "ordinary.yaml"
 CHECKPOINTED = Keeping(checkpoint=True)
+INT8 = Compression(hop2="int8", inter_gather="int8", inter_reduce="int8")
+FORMATS = {
+    "as they are": UNCOMPRESSED,
+    "as moves": LOSSLESS,
+    "as moves, int8 across nodes": INT8,
+    "the same, int4 in hop 2": replace(INT8, hop2="int4"),
+}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of benchmarks/results/hiding_h200_2026-11-15.md; with moves, of moves_h200_2026-11-18.md."""
+    """A row of benchmarks/results/hiding_h200_2026-11-15.md; with moves, of moves_h200_2026-11-18.md.
+
+    The last twelve are of compression_h200_2026-11-19.md.
+    """
 
     system: str
     nodes: int
@@ -70,6 +80,15 @@ MEASURED = (
     Measured("mics", 64, 8, 8, 2, 3110),
     Measured("mics", 64, 8, 2, 4, 807, compression=LOSSLESS),
     Measured("mics", 64, 16, 2, 4, 808, compression=LOSSLESS),
+    *(
+        Measured("mics", 64, size, 2, 4, step_ms, compression=compression)
+        for size, measured in (
+            (8, (826, 780, 758, 754)),
+            (16, (819, 783, 765, 762)),
+            (512, (888, 824, 767, 768)),
+        )
+        for step_ms, compression in zip(measured, FORMATS.values(), strict=True)
+    ),
 )
 
 
@@ -79,11 +98,12 @@ def main() -> None:
         "| system | ranks | p | micro-steps | wire bytes | new values | measured ms | predicted ms | error |"
     )
     print("|---|---:|---:|---:|---:|---|---:|---:|---:|")
+    names = {compression: name for name, compression in FORMATS.items()}
     for row in MEASURED:
         found = 1e3 * predict(row.setting, row.system).step_seconds
         print(
             f"| {row.system} | {8 * row.nodes} | {row.partition_size} | {row.accumulation} | "
-            f"{row.wire_nbytes} | {'as moves' if row.compression.refresh else 'as they are'} | "
+            f"{row.wire_nbytes} | {names[row.compression]} | "
             f"{row.step_ms:.0f} | {found:.0f} | {_error(found, row.step_ms)} |"
         )
     print()

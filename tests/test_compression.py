@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics
+from mics.cli import main
 from mics.comm import GroupCollectives, TrafficCounter
 from mics.comm.codec import Codec
 from mics.comm.quantized import Quantized, codec_of
@@ -309,10 +311,16 @@ def _resumed(folder: str, **settings: Any) -> tuple[list[float], dict[str, Tenso
 
 
 @pytest.mark.parametrize("optimizer_sharding", ["world", pytest.param("partition", marks=pytest.mark.full)])
-def test_resumes_to_the_bit(tmp_path: Path, optimizer_sharding: str) -> None:
+def test_resumes_to_the_bit(
+    tmp_path: Path, optimizer_sharding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With what rounding had lost; a run without that is another one. On two ranks it resumes, too."""
     folder, settings = str(tmp_path / "saved"), {"optimizer_sharding": optimizer_sharding}
     whole_run = run_ranks(4, _interrupted, folder, kwargs={"partition_size": 2, **settings})
+    assert main(["checkpoint", "show", folder]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^lost in rounding +\d+ .* bfloat16 *$", shown, re.MULTILINE), shown
+    assert "\nother" not in shown
     resumed = run_ranks(4, _resumed, folder, kwargs={"partition_size": 2, **settings})
     for (losses, there), (expected, then) in zip(resumed, whole_run, strict=True):
         assert losses == expected

@@ -13,6 +13,7 @@ from mics.cost.clusters import find_cluster
 from mics.engine import engine_of
 from mics.layout.order import Prefetch, make_plan, staying_units
 from mics.models.gpt import GPT, GPTConfig
+from mics.sharding.unit import State
 from tests import tiers
 from tests.ranks import run_ranks
 
@@ -325,6 +326,36 @@ def test_auto_looks_no_further_ahead_than_memory_is_left(low_memory: bool) -> No
     assert tight[0] == 3 and tight[1] is not None and block < tight[1] < 4 * block
     [none] = set(run_ranks(2, _ahead, [0.0, 80e6], low_memory))
     assert none[1] is not None and block <= none[1] < 1.5 * block, "one unit, as from the beginning"
+
+
+def _after_a_step(stay_nbytes: int) -> tuple[set[int], set[int]]:
+    """Units that stay, and those whose old values wait to be moved, but for the last norm: it is tiny."""
+    torch.manual_seed(0)
+    model = mics.shard(
+        GPT(_SHAPE),
+        partition_size=4,
+        prefetch=Prefetch(units=1, stay_nbytes=stay_nbytes),
+        precision=mics.Precision(param_dtype=torch.bfloat16),
+        audit_interval=0,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    for _ in range(6):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sizes = {unit.spec.index: unit.whole.nbytes for unit in engine_of(model).units}
+    stay = staying_units(engine_of(model).residency.plans.latest(), sizes, stay_nbytes)
+    large = {index for index, nbytes in sizes.items() if nbytes > 1000}
+    return large & stay, {u.spec.index for u in engine_of(model).units if u.state is State.OLD} & large
+
+
+def test_moves_wait_for_gathers_that_come_first() -> None:
+    """Where some units stay over a step, in the middle of the order. If all do, no gather comes between."""
+    for stay, old in run_ranks(4, _after_a_step, 60_000, ranks_per_node=2):
+        assert old == stay != set()
+    for stay, old in run_ranks(4, _after_a_step, _ALL, ranks_per_node=2):
+        assert not old and len(stay) == 6
 
 
 @pytest.mark.gpu

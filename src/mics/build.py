@@ -61,9 +61,9 @@ def build(
     """Shard ``model`` in place, and attach the engine that trains it."""
     order = {name: index for index, name in enumerate(dict.fromkeys(node_names))}
     topology = choose_topology(settings, [order[name] for name in node_names], talk=world.rank == 0)
+    settings = replace(settings, optimizer_sharding=choose_optimizer_sharding(settings, topology))
     if world.rank == 0:
         say_what_does_not_pay(settings, topology)
-    settings = replace(settings, optimizer_sharding=choose_optimizer_sharding(settings, topology))
     world.start_liveness(settings.device)
     counter = TrafficCounter()
     mesh = world.collectives(
@@ -129,7 +129,7 @@ def _wire(
         units, hops, shown, agreement=agreement, events=events, plans=plans, progress=progress, host=host
     )
     if moves_old or (moves and has_replicas):
-        route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas(in_turn=crosses)
+        route = ToPartitionGroup(residency.transitions) if moves_old else ToReplicas(crosses=crosses)
         step.moved = MovedValues(units, settings.device, route, imagined=world.imagined is not None)
     autograd = Autograd(sites, events=events, progress=progress)
     synchronize_buffers = BufferSync(model, mesh.world, mesh.lanes)

@@ -20,7 +20,7 @@ from mics.cost.depth import MicroStep, batching_for, forward_seconds, reduction_
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES, USABLE
 from mics.cost.modules import shape_of_module
 from mics.cost.setting import fitting_partition, refresh_nbytes
-from mics.cost.stages import Shares
+from mics.cost.stages import Shares, rounding_times
 from mics.errors import SettingsError
 from mics.gradients.hops import Joining
 from mics.layout.assign import ParamRef, Site
@@ -69,6 +69,30 @@ def say_what_does_not_pay(settings: Settings, topology: Topology) -> None:
             f"None between nodes: in one stage each of a node's {on_a_node} ranks sends to every other node; "
             "leave it out, or have two stages (hierarchical, partition groups that fill nodes equally)"
         )
+    times, span = _hop_2_times(settings, topology), _replica_span(topology)
+    if times > 1:
+        _warn_once(
+            f"compression: hop2={compression.hop2!r} sends {times:.1f} times the bytes of None between "
+            f"nodes: each of a node's {span.on_a_node} replicas sends to every other node; leave it out, or "
+            "have fewer replicas on a node by a larger partition size"
+        )
+
+
+def _hop_2_times(settings: Settings, topology: Topology) -> float:
+    """How many times the bytes of None rounded gradients send between nodes, of the largest site."""
+    trained = [ref.param for site in settings.sites for ref in site.params if ref.param.requires_grad]
+    if topology.num_replicas == 1 or settings.compression.hop2 is None or not trained:
+        return 0.0
+    masters = {settings.precision.dtype_of_master(param.dtype) for param in trained}
+    return rounding_times(
+        settings.cluster,
+        _replica_span(topology),
+        max(map(_trained_numel, settings.sites)) / topology.partition_size,
+        wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in masters),
+        compression=settings.compression,
+        exchanges=replicas_exchange(settings, topology),
+        whole=settings.optimizer_sharding == "partition",
+    )
 
 
 def _most_on_a_node(topology: Topology) -> int:

@@ -173,6 +173,11 @@ def state_name(param: str, entry: str) -> str:
     return f"{OPTIMIZER}state.{param}.{entry}"
 
 
+def is_lost(key: str) -> bool:
+    """Whether it is the name of what rounding has lost."""
+    return key.startswith(_LOST)
+
+
 def lost_parts(contents: Contents, engines: Iterable[Engine]) -> Iterator[TensorPart]:
     """What rounding has lost, once it is with the replica whose piece it is of (``gather_errors``)."""
     views = {

@@ -10,12 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mics.checkpoint.contents import is_lost
 from mics.checkpoint.names import is_state, tensors_of_model
 from mics.checkpoint.records import Index, StoredTensor, dtype_name
 from mics.checkpoint.storage import Place
 from mics.utils.numbers import volume
 
 _MAX_FILES: Final = 16
+_LOST: Final = "lost in rounding"  # as the memory report says
 
 
 def tables_of(folder: Place, index: Index, *, tensors: bool) -> RenderableType:
@@ -54,11 +56,15 @@ def _num_parameters(index: Index) -> int:
 
 
 def _kinds(index: Index) -> dict[str, str]:
-    """Each tensor: model, optimizer or other."""
+    """Each tensor: model, optimizer, what rounding has lost, or other."""
     model = set(tensors_of_model(index).values())
-    return {
-        key: "model" if key in model else "optimizer" if is_state(key) else "other" for key in index.tensors
-    }
+
+    def kind(key: str) -> str:
+        if key in model:
+            return "model"
+        return "optimizer" if is_state(key) else _LOST if is_lost(key) else "other"
+
+    return {key: kind(key) for key in index.tensors}
 
 
 def _contents(index: Index) -> Table:
@@ -66,7 +72,7 @@ def _contents(index: Index) -> Table:
     for heading, justify in (("", "left"), ("tensors", "right"), ("size", "right"), ("formats", "left")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     kinds = _kinds(index)
-    for kind in ("model", "optimizer", "other"):
+    for kind in ("model", "optimizer", _LOST, "other"):
         found = [index.tensors[key] for key, each in kinds.items() if each == kind]
         if found:
             nbytes = sum(tensor.nbytes for tensor in found)

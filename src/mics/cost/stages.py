@@ -135,6 +135,38 @@ def hop_2_stages(
     return found
 
 
+def rounding_times(
+    cluster: Cluster,
+    span: Span,
+    numel: float,
+    *,
+    wire_nbytes: int,
+    compression: Compression,
+    exchanges: bool,
+    whole: bool,
+) -> float:
+    """How many times the bytes of exact gradients rounded ones send between nodes, as in ``hop_2_stages``.
+
+    They are exchanged: each of a node's replicas sends to every other node. A ring crosses the uplink once.
+    """
+    rounded, exact = (
+        sum(
+            stage.cost.inter_nbytes
+            for stage in hop_2_stages(
+                cluster,
+                span,
+                numel,
+                wire_nbytes=wire_nbytes,
+                compression=each,
+                exchanges=exchanges,
+                whole=whole,
+            )
+        )
+        for each in (compression, replace(compression, hop2=None))
+    )
+    return rounded / exact if exact else 0.0
+
+
 def with_moves(cluster: Cluster, stages: Sequence[Stage], *, own_nbytes: float, nbytes: float) -> list[Stage]:
     """``stages`` that send moves: of this rank's ``own_nbytes`` of values, for ``nbytes`` of all members'."""
     first, *others = stages

@@ -112,9 +112,9 @@ def _terms(engine: Engine, model: nn.Module) -> Iterator[MemoryTerm]:
         engine.mesh.staging_nbytes(),
     )
     if engine.step.moved is not None:
-        yield _on_device(
-            "moves", "of new values, on their way between replicas", None, engine.step.moved.nbytes
-        )
+        # How far values move is known once they do.
+        about = "how far new values are from old ones, in the room that earlier steps needed: no prediction"
+        yield _on_device("moves", about, None, engine.step.moved.nbytes)
     buffers = list(model.buffers())
     whole = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     yield _on_device("buffers", "of modules, whole on every rank", whole, _nbytes(buffers))

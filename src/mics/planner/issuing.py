@@ -46,6 +46,7 @@ class Issuer:
         self.computed: list[Task] = []  # in the order of the computation
         self.refreshed: dict[int, Task] = {}
         self.kept: set[int] = set()
+        self.old: dict[int, Task] = {}  # units whose values the optimizer has made old, until they are moved
         self.staying = staying_units(
             [index for index, unit in enumerate(self.units) if unit.numel],
             {index: unit.gathered_nbytes(setting.param_nbytes) for index, unit in enumerate(self.units)},
@@ -105,6 +106,8 @@ class Issuer:
             self.kept.discard(index)
             return None
         window = self.computed[-1 - self.depth] if len(self.computed) > self.depth else None
+        if index in self.old:
+            return self._move_old(unit, [window, self.old.pop(index)])
         found: Task | None = None
         style = self.style
         for _ in range(style.num_pieces):
@@ -180,9 +183,13 @@ class Issuer:
             self._refresh_all(update)
         for index, unit in enumerate(self.units):
             self._refresh(index, unit, update)
-        for index in sorted(self.staying) if setting.moves_old else ():
-            if not self.units[index].in_float8:  # gathered again
-                self._move_old(index, update)
+        if setting.moves_old:
+            moved = [index for index in sorted(self.staying) if not self.units[index].in_float8]
+            if len(moved) < sum(unit.numel > 0 for unit in self.units):
+                self.old = dict.fromkeys(moved, update)  # in turn with gathers
+            else:
+                self.refreshed = {index: self._move_old(self.units[index], [update]) for index in moved}
+                self.kept.update(moved)
 
     def _update_from_host(self, after: Sequence[Task], owners: int) -> None:
         """Unit by unit: its state comes from the host, and goes back while the next is updated."""
@@ -209,13 +216,12 @@ class Issuer:
             stage = self.costs.refresh(unit)
             self.refreshed[index] = self._transfer("replicas", f"new {unit.name}", stage, [update])
 
-    def _move_old(self, index: int, update: Task) -> None:
+    def _move_old(self, unit: UnitShape, after: Sequence[Task | None]) -> Task:
         """New parameters of a unit that stays, from node to node as moves: it is not gathered again."""
-        unit, found = self.units[index], update
         for stage in self.costs.move_old(unit):
-            found = self._transfer(f"gather {stage.link}", f"moves of {unit.name}", stage, [found])
-        self.refreshed[index] = found
-        self.kept.add(index)
+            found = self._transfer(f"gather {stage.link}", f"moves of {unit.name}", stage, after)
+            after = [found]
+        return found
 
     def _refresh_all(self, update: Task) -> None:
         """New parameters, bucket by bucket; the next forward begins with the last of them."""

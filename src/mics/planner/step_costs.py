@@ -9,7 +9,7 @@ from mics.cost.collectives import Kind, cost
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES
 from mics.cost.setting import MOVED_SHARE, Setting
 from mics.cost.shapes import UnitShape
-from mics.cost.stages import Stage, hop_2_stages, move_stages, with_moves
+from mics.cost.stages import Stage, hop_2_stages, move_stages, rounding_times, with_moves
 
 
 class StepCosts:
@@ -102,6 +102,19 @@ class StepCosts:
             self.moves(Kind.ALL_GATHER, MOVED_SHARE * values),
             own_nbytes=values / setting.partition_size,
             nbytes=values,
+        )
+
+    def rounding_times(self) -> float:
+        """How many times the bytes of exact gradients rounded ones send between nodes, across replicas."""
+        setting = self._setting
+        return rounding_times(
+            setting.cluster,
+            setting.replication,
+            setting.model.largest_numel / setting.partition_size,
+            wire_nbytes=setting.wire_nbytes,
+            compression=setting.compression,
+            exchanges=self._exchanges,
+            whole=not setting.over_replicas,
         )
 
     @cached_property

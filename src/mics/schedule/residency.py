@@ -67,8 +67,8 @@ class Transitions:
         found: list[Unit] = []
         try:
             for unit in units:
-                if unit.refresh.confirm is not None and unit.is_waiting:
-                    unit.refresh.confirm()  # which may find that its moves did not fit
+                if unit.refresh.confirm is not None and (unit.is_waiting or unit.state is State.OLD):
+                    unit.refresh.confirm()  # sends moves that wait, and may find that they do not fit
                 if unit.state is State.OLD:
                     self.reshard(unit)
                 if unit.state is not State.SHARDED:
@@ -233,8 +233,8 @@ class Residency:
         first = self.plans.first_units() if has_turned or not self._edits_show else frozenset()
         for unit in self.units:
             is_next = unit.spec.index in first or (has_turned and self._stays(unit))
-            # No step has moved what is old: who knows what else has.
-            is_old = unit.state is State.OLD
+            # No step has moved what is old, nor will: who knows what else has.
+            is_old = unit.state is State.OLD and unit.refresh.confirm is None
             if is_old or (unit.is_waiting and (not is_next or self.transitions.is_stale(unit))):
                 self.transitions.reshard(unit)
         if self._is_late:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -64,9 +64,8 @@ def _label(units: Sequence[Unit]) -> str:
 class Route(Protocol):
     """Who has values of before, and where."""
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether moves of all units but the first wait until their unit is to be gathered."""
+    def in_turn(self, units: Sequence[Unit]) -> bool:
+        """Whether moves of ``units`` wait until their unit is needed, but for the first unit's."""
         ...
 
     def has_old(self, unit: Unit) -> bool:
@@ -98,8 +97,11 @@ class Route(Protocol):
 class ToReplicas:
     """All replicas have ``param_shard``."""
 
-    in_turn: bool
+    crosses: bool
     """Gathers share the network with moves, and each is needed before the next unit's moves."""
+
+    def in_turn(self, units: Sequence[Unit]) -> bool:
+        return self.crosses
 
     def has_old(self, unit: Unit) -> bool:
         return True
@@ -135,7 +137,10 @@ class ToPartitionGroup:
     """Units that stay are whole on all ranks of the partition group, which are all ranks there are."""
 
     transitions: MovesUnits
-    in_turn: ClassVar[bool] = False
+
+    def in_turn(self, units: Sequence[Unit]) -> bool:
+        """Not if all of them stay: no gather comes between."""
+        return not all(map(self.has_old, units))
 
     def has_old(self, unit: Unit) -> bool:
         return unit.state is State.OLD
@@ -236,9 +241,11 @@ class MovedValues:
 
     def send(self, batches: Sequence[Sequence[Unit]]) -> None:
         """Have new values come, of the units of a batch together."""
-        self._begin([unit for batch in batches for unit in batch])
+        units = [unit for batch in batches for unit in batch]
+        self._begin(units)
+        in_turn = self._route.in_turn(units)
         for number, batch in enumerate(batches):
-            self._send_batch(batch, waits=self._route.in_turn and number > 0)
+            self._send_batch(batch, waits=in_turn and number > 0)
 
     def send_waiting(self, last: Unit | None = None) -> None:
         """Send what waits for its turn, up to the values of ``last``."""
@@ -296,9 +303,12 @@ class MovedValues:
         """Moves where they fit, which is known by now, or values as they are."""
         for sent in batch:
             sent.unit.refresh.confirm = None
+        batch = [sent for sent in batch if self._route.has_old(sent.unit)]
         fitting = [sent for sent in batch if sent.fits]
         if fitting:
             self._send_moves(fitting)
+        for sent in fitting:
+            sent.unit.refresh.confirm = None  # it is known that they fit
         late = [sent.unit for sent in batch if not sent.fits]
         if late:
             self._route.send_late(late, DONE)

@@ -265,8 +265,9 @@ class Unit:
 
         What was gathered ahead of its use has the values of before then: ``num_refreshes`` tells.
         """
+        refreshed = self.refresh.ticket()  # which may have moves sent, into what is gathered
         self.gathered_at.wait()
-        self.refresh.ticket().wait()
+        refreshed.wait()
         self.gathered_at = DONE
         self.refresh.begin(DONE)
 
