@@ -2,9 +2,10 @@
 
 A case is a world (ranks, partition size, ranks per node) and a way to train in it (accumulation,
 optimizer sharding, parameter dtype, announced boundary or not, clipping or not; low memory, units that
-stay, or neither; new parameters as moves where they may be). For every world with 1 to 8 ranks, `quick_cases` takes rows of an orthogonal array over
-the ways to train, in which every pair of settings occurs together; `full_cases` takes all combinations.
-`pair_cases` are those of the quick ones that are needed for every pair of settings.
+stay, or neither; new parameters as moves where they may be). For every world with 1 to 8 ranks,
+`quick_cases` takes rows of an orthogonal array over the ways to train, in which every pair of settings
+occurs together; `full_cases` takes all combinations. `pair_cases` are those of the quick ones that are
+needed for every pair of settings.
 
 No pytest here: `python -m tests.gpu_grid` runs the same cases where there is none.
 """
@@ -99,8 +100,8 @@ class Case:
     def with_moves(self) -> Case:
         """With new values as moves, in enough steps for a forward to use some.
 
-        The first step sends values, and its needs make room for the second's moves. Units stay once an order has
-        come twice, in the micro-steps of one step or in two.
+        The first step sends values, and its needs make room for the second's moves. Units stay once an order
+        has come twice, in the micro-steps of one step or in two.
         """
         assert self.route is not None
         num_steps = 3 if self.route == "replicas" else 5 + (self.accumulation == 1)

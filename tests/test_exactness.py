@@ -169,7 +169,7 @@ def test_the_quick_grid_covers_every_pair() -> None:
     assert set(pairs) < set(cases) and len(pairs) < len(cases) / 2
     for first, second in combinations(grid.SETTINGS, 2):
         if "moves" in (first, second) and {first, second} & {"accumulation", "optimizer_sharding"}:
-            continue  # masters over the world are bf16 with two of the four accumulations: an array of eight rows
+            continue  # in an array of eight rows masters over the world are bf16 with two accumulations
         for some, all_cases in ((cases, full), (pairs, [c for c in full if c.world_size <= 4])):
             wanted = {(getattr(c, first), getattr(c, second)) for c in all_cases}
             assert {(getattr(c, first), getattr(c, second)) for c in some} >= wanted

@@ -157,8 +157,8 @@ class Transitions:
 class StaysOld:
     """Whether the values of a unit that stays are moved by the next step.
 
-    Every ``interval`` optimizer steps they are gathered anew instead (0: never). Each step compares copies as it
-    is (sharding/refresh.py), but no replica audit sees whether that went well.
+    Every ``interval`` optimizer steps they are gathered anew instead (0: never). Each step compares copies as
+    it is (sharding/refresh.py), but no replica audit sees whether that went well.
     """
 
     def __init__(self, progress: Progress, interval: int) -> None:
