@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.published import ablations, command, page, pictures, trillion
+from benchmarks.published import ablations, command, page, pictures, planned, trillion
 from benchmarks.published.command import Published, main
 from benchmarks.published.dated import hardware
 from benchmarks.published.emulate import (
@@ -22,10 +22,10 @@ from benchmarks.published.emulate import (
     measure,
     measured_of,
 )
-from benchmarks.published.planned import fits
+from benchmarks.published.planned import fits, plan_row, prediction, with_room
 from benchmarks.published.predict import PeerAtBest, Range, peers_at_best, predict_row, usual_point
 from benchmarks.published.results import RESULTS, Result, error_of, measured_before, newest, read, write
-from benchmarks.published.rows import BY_KEY, EXPERIMENTS, ROWS, Measure, rows_of
+from benchmarks.published.rows import BY_KEY, EXPERIMENTS, ROWS, Measure, Point, rows_of
 from matplotlib.image import imread
 
 from mics.bench.command import rows_of as bench_rows
@@ -71,6 +71,29 @@ def test_one_row_is_predicted() -> None:
         and 0 < found.num_fitting <= found.num_points
     )
     assert fits(usual_point(row))
+
+
+def test_a_speed_up_is_of_the_micro_batch_that_the_document_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other is plausible; a system without room for it takes the same batch in smaller micro-steps."""
+    row = BY_KEY["bert-10b/zero2"]
+    assert row.micro_batch == (8,) and set(row.open_values) == {"accumulation"}
+    usual = usual_point(row)
+    assert (usual.micro_batch, usual.accumulation) == (8, 4)
+    (value,) = plan_row(replace(row, accumulation=(4,))).values.values()
+    ours, theirs = row.runs(usual)
+    assert with_room(theirs) == theirs
+
+    def little_room(point: Point) -> bool:
+        return point.system != "zero2-before" or point.micro_batch <= 2
+
+    monkeypatch.setattr(planned, "fits", little_room)
+    smaller = replace(theirs, micro_batch=2, accumulation=16)
+    assert with_room(theirs) == smaller
+    (slower,) = plan_row(replace(row, accumulation=(4,))).values.values()
+    speeds = [prediction(each).tokens_per_second for each in (ours, smaller)]
+    assert slower == speeds[0] / speeds[1] > value
+    monkeypatch.setattr(planned, "fits", lambda point: point.system != "zero2-before")
+    assert not plan_row(row).values
 
 
 @pytest.mark.full

@@ -194,7 +194,7 @@ def _bert() -> Iterator[Row]:
                 cluster=_P3DN,
                 system="mics-published",
                 partition_size=size,
-                micro_batch=(4, 8),
+                micro_batch=(8,),
                 accumulation=(4, 8),
                 seq_len=(512,),
                 against=Against(system=system, partition_size=128),
