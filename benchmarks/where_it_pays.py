@@ -34,6 +34,12 @@ PEERS: Final = {
     "megatron-fsdp": "Megatron-FSDP, hop 1 in bf16",
     "megatron-fsdp-same": "Megatron-FSDP, mics with hop 1 in bf16 too",
 }
+_COLUMNS: Final = {
+    "hsdp": "HSDP",
+    "megatron-fsdp": "Megatron-FSDP",
+    "megatron-fsdp-same": "Megatron-FSDP, same formats",
+    "fsdp2": "FSDP2 over all GPUs",
+}
 _SIMULATED: Final = {name: name for name in PEERS} | {"megatron-fsdp-same": "megatron-fsdp"}
 _OURS: Final = dict.fromkeys(PEERS, "mics") | {"megatron-fsdp-same": "mics-hop-1-bf16"}
 SPEEDS: Final = (25, 50, 100, 200, 400, 800, 1600, 3200)  # Gbit/s per node
@@ -140,12 +146,22 @@ def lines_of_table(panels: Mapping[Question, Sequence[Curve]]) -> Iterator[str]:
             yield f"{start} {cells} | {_crossing(curve)} |"
 
 
+def lines_of_crossings(panels: Mapping[Question, Sequence[Curve]]) -> Iterator[str]:
+    """Markdown, for docs/which-network.md: from which speed on a peer is within 5%, a column for each."""
+    yield f"| model | partition size | {' | '.join(_COLUMNS.values())} |"
+    yield f"|---|---:|{'---:|' * len(_COLUMNS)}"
+    for question, found in panels.items():
+        where = {curve.system: _crossing(curve) for curve in found}
+        cells = [where.get(system, "does not fit") for system in _COLUMNS]
+        yield f"| {question.model} | {question.partition_size} | {' | '.join(cells)} |"
+
+
 def _crossing(curve: Curve) -> str:
     where = curve.worth_until
     if where is None:
         return f"over {SPEEDS[-1]:,}"
     if where <= SPEEDS[0]:
-        return f"{SPEEDS[0]} or less"
+        return "at every speed"
     digits = 10 ** max(0, math.floor(math.log10(where)) - 1)
     return f"{round(where / digits) * digits:,}"
 
@@ -236,7 +252,7 @@ def main() -> None:
         for model in arguments.model
     ]
     panels = {question: curves(question) for question in questions}
-    print("\n".join(lines_of_table(panels)))
+    print("\n".join([*lines_of_table(panels), "", *lines_of_crossings(panels)]))
     if arguments.picture is not None:
         for theme in THEMES:
             file = arguments.picture

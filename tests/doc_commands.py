@@ -108,13 +108,13 @@ def _check_calibrate(args: list[str]) -> None:
 
 
 def _check_bench(args: list[str]) -> None:
-    from mics.bench.command import _rows
+    from mics.bench.command import rows_of
     from mics.bench.config import BenchConfig
     from mics.utils.command_line import parse
 
     config = parse(BenchConfig, args, prog="mics bench")
     config.check()
-    _rows(config)
+    rows_of(config)
 
 
 def _check_emulate(args: list[str]) -> None:

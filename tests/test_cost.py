@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mics.cost import constants
 from mics.cost.clusters import PRESETS, Cluster, Link, find_cluster
 from mics.cost.collectives import Kind, Span, cost
 from mics.cost.gpus import GPUS, find_gpu, formats_of
 from mics.errors import SettingsError
+from mics.planner import __file__ as planner_file
 
 CLUSTER = Cluster(
     num_nodes=4,
@@ -168,3 +172,35 @@ def test_a_file_that_is_no_cluster(tmp_path: Path, text: str, complaint: str) ->
 def test_names_that_are_no_cluster(name: str) -> None:
     with pytest.raises(SettingsError, match="cluster"):
         find_cluster(name)
+
+
+def test_every_share_and_speed_says_where_it_is_from() -> None:
+    """A fraction that is not among the five fitted constants has a comment or a docstring: what it is."""
+    silent = []
+    for package in (constants.__file__, planner_file):
+        for file in Path(package).parent.glob("*.py"):
+            text = file.read_text()
+            lines = text.splitlines()
+            for node, after in pairwise(ast.parse(text).body):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if _is_fraction(node) and not documented and not _has_comment(lines, node.lineno - 1):
+                    silent.append(f"{file.name}: {lines[node.lineno - 1]}")
+    assert silent == []
+
+
+def _is_fraction(node: ast.stmt) -> bool:
+    """A constant of a module that is made of numbers, with a float among them that is no unit (1e9)."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return False
+    parts = list(ast.walk(node.value))
+    numbers = [each.value for each in parts if isinstance(each, ast.Constant)]
+    is_one = any(isinstance(number, float) and number < 1e6 for number in numbers)
+    return is_one and all(isinstance(each, ast.Constant | ast.BinOp | ast.operator) for each in parts)
+
+
+def _has_comment(lines: list[str], at: int) -> bool:
+    """On its line, or above the constants that it stands with."""
+    first = at
+    while lines[first - 1] and not lines[first - 1].startswith(("#", '"""')):
+        first -= 1
+    return "#" in lines[at] or lines[first - 1].startswith("#")

@@ -13,10 +13,11 @@ What a page may write:
       raises=NAME     every rank must raise this error
       replace A => B  run with this text replaced, such as a number of steps
       skip REASON     not run: what no CPU can
+      printed         of a ```text block: what the command before it prints, line by line
 - A comment that begins with the line `<!-- test` holds Python that runs there, unseen by readers.
 - A fence with `title="NAME"` is also a file NAME in the folder.
 - Lines of ```bash blocks, lines of ```console blocks that begin with `$`, and what looks like a command in an
-  indented block go through the real parsers. ```text is not looked at.
+  indented block go through the real parsers. ```text is not looked at, unless it is ``printed``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Final
 import pytest
 import torch.distributed as dist
 
+from mics.cli import main
 from tests.doc_blocks import SHORTER, Block, blocks_of, option, pages, run_blocks, write_files
 from tests.doc_commands import check_command, command_lines
 from tests.ranks import run_ranks
@@ -82,6 +84,40 @@ def test_commands_parse(
         except (Exception, SystemExit) as error:
             found = capsys.readouterr()
             pytest.fail(f"{page}:{block.line}: {' '.join(words)}\n{error!r}\n{found.out}{found.err}")
+
+
+def _printed(page: str) -> list[tuple[list[str], Block]]:
+    """What is shown of a command's output, with the last command before it."""
+    found, words = [], []
+    for block in _BLOCKS[page]:
+        words = next(iter([*command_lines(block)][::-1]), words)
+        if "printed" in block.options:
+            found.append((words, block))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("page", "words", "block"),
+    [
+        pytest.param(page, words, block, id=f"{page}:{block.line}")
+        for page in _BLOCKS
+        for words, block in _printed(page)
+    ],
+)
+def test_what_a_command_prints_is_what_it_prints_today(
+    page: str,
+    words: list[str],
+    block: Block,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a terminal of 80 columns. A failure prints the block as it should be."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert words[0] == "mics" and main(words[1:]) == 0
+    found = "\n".join(line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
+    if found != block.code.strip():
+        pytest.fail(f"{page}:{block.line}: replace the block by what the command prints:\n{found}")
 
 
 def test_skipped_blocks_say_why() -> None:

@@ -9,6 +9,7 @@ import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,13 @@ from benchmarks.published.planned import fits, prediction, setting_of
 from benchmarks.published.predict import BESIDE_HSDP, PeerAtBest, usual_point
 from benchmarks.published.rows import Measure, Point, Row
 
+from mics.bench.command import bench_together, rows_of
+from mics.bench.config import BenchConfig
+from mics.bench.depths import least_blocks, too_few, whole_of
+from mics.bench.plan import Run, interleave
 from mics.cost.constants import MATRIX_EFFICIENCY
-from mics.cost.gpus import GPUS
+from mics.cost.gpus import GPUS, formats_of
+from mics.utils.command_line import parse
 
 _BENCH_SYSTEMS: Final = {
     "mics-published": "mics",
@@ -37,6 +43,8 @@ _WHOLE_SECONDS: Final = 3.6  # a step of the whole model may take
 _MIN_LAYERS: Final = 4
 _STEP_SECONDS: Final = 1.2  # a step of fewer blocks should take
 _WARMUP, _STEPS = 3, 2
+_BENCH: Final = "mics bench "
+_NO_PACKAGE: Final = "expected its package, found none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +79,28 @@ class Job:
     point: Point
 
     def arguments(self, out: Path) -> list[str]:
-        point = self.point
-        gpu = _gpu(point)
-        words = [
-            "--model", point.model, "--cluster", point.cluster, "--systems", self.system,
-            "--partition-size", str(point.partition_size), "--micro-batch", str(point.micro_batch),
-            "--accumulation", str(point.accumulation), "--seq-len", str(point.seq_len),
-            "--reduce-dtype", "float16" if gpu == "v100" else "bfloat16", "--as-gpu", gpu,
-            "--checkpoint", str(point.activations != "kept"),
-        ]  # fmt: skip
-        words += ["--offload"] if point.activations == "offload" else []
-        layers = layers_of(point, self.system)
-        words += [] if layers is None else ["--layers", str(layers)]
+        layers = layers_of(self.point, self.system)
+        words = [*_words(self.point, self.system), *([] if layers is None else ["--layers", str(layers)])]
         return [
             *words, "--repeats", "1", "--warmup", str(_WARMUP), "--steps", str(_STEPS), "--out", str(out)
         ]  # fmt: skip
+
+    @property
+    def command(self) -> str:
+        """To repeat it alone."""
+        return (_BENCH + shlex.join(self.arguments(Path()))).partition(" --out ")[0]
+
+
+def _words(point: Point, system: str) -> list[str]:
+    gpu = _gpu(point)
+    words = [
+        "--model", point.model, "--cluster", point.cluster, "--systems", system,
+        "--partition-size", str(point.partition_size), "--micro-batch", str(point.micro_batch),
+        "--accumulation", str(point.accumulation), "--seq-len", str(point.seq_len),
+        "--reduce-dtype", "float16" if gpu == "v100" else "bfloat16", "--as-gpu", gpu,
+        "--checkpoint", str(point.activations != "kept"),
+    ]  # fmt: skip
+    return [*words, "--offload"] if point.activations == "offload" else words
 
 
 def _gpu(point: Point) -> str:
@@ -98,9 +113,45 @@ def layers_of(point: Point, system: str) -> int | None:
     seconds = setting.model.flops(setting.tokens, recomputed=True) * setting.accumulation / _THIS_TFLOPS
     if seconds <= _WHOLE_SECONDS:
         return None
-    # Half of them are as many as mics gathers ahead, or more: `mics bench` says why.
-    least = 2 * setting.depth if system == "mics" else _MIN_LAYERS
+    shallowest = _BENCH + shlex.join([*_words(point, system), "--layers", "2"])
+    least = max(_MIN_LAYERS, 2 * least_blocks(_run_of(shallowest)))
     return max(least, int(_STEP_SECONDS / seconds * setting.model.num_blocks) // 2 * 2)
+
+
+@cache
+def _run_of(command: str) -> Run:
+    """What a call of `mics bench` runs, on a GPU; with ``--layers`` the shallower model."""
+    words = shlex.split(command.removeprefix(_BENCH))
+    config = parse(BenchConfig, words, prog="mics bench")
+    dtype: Any = formats_of(config.training.as_gpu or "")[0]
+    training = replace(config.training, device="cpu", param_dtype=dtype)  # here there may be none
+    runs = interleave(config.systems, rows_of(replace(config, training=training)), repeats=1, record=False)
+    return runs[0]
+
+
+def _of_whole(command: str) -> Run:
+    """The same run for whichever number of blocks, warm-up and timed steps."""
+    run = _run_of(command)
+    return replace(run, job=whole_of(run.job))
+
+
+def is_sound(measured: Measured) -> bool:
+    """Whether all blocks ran, or as many as `mics bench` scales from today."""
+    return measured.layers is None or not too_few(_run_of(measured.command))
+
+
+def known_of(job: Job, known: Sequence[Measured]) -> Measured | None:
+    """Of the job's setting the first that is sound. What a missing package kept from running comes last."""
+    found = [each for each in known if _is_of(each, job) and is_sound(each)]
+    tried = [each for each in found if _NO_PACKAGE not in (each.error or "")]
+    first = next(iter([*tried, *found]), None)
+    return None if first is None else replace(first, key=job.key, role=job.role)
+
+
+def _is_of(measured: Measured, job: Job) -> bool:
+    if not measured.command.startswith(_BENCH):  # a program of its own, for one row
+        return (measured.key, measured.role) == (job.key, job.role)
+    return _of_whole(measured.command) == _of_whole(job.command)
 
 
 def jobs_of(row: Row, peers: Sequence[PeerAtBest] = ()) -> Iterator[Job]:
@@ -162,43 +213,33 @@ def share_of_2022(job: Job) -> float:
 
 def measure(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:
     """Make the calls of `mics bench` in one process, but for what is ``known``; equal ones once."""
-    done = {_without_folder(each.command): each for each in known if each.error is None}
-    commands = [_command(job, folder) for job in jobs]
-    new = {command: job for command, job in zip(commands, jobs, strict=True) if command not in done}
-    done |= {found.command: found for found in _measure_all(list(new.values()), folder)}
-    return [
-        replace(done[command], key=job.key, role=job.role)
-        for command, job in zip(commands, jobs, strict=True)
-    ]
+    new = {}
+    for job in jobs:
+        found = known_of(job, known)
+        if found is None or found.error:
+            new[job.command] = job
+    made = [*_measure_all(list(new.values()), folder), *known]
+    return list(those_of(jobs, made))
 
 
 def those_of(jobs: Sequence[Job], known: Sequence[Measured]) -> Iterator[Measured]:
-    """What is known of each, the first where there are several."""
+    """What is known of each."""
     for job in jobs:
-        wanted = job.key, job.role, _command(job, Path())
-        yield from [each for each in known if (each.key, each.role, each.command) == wanted][:1]
+        found = known_of(job, known)
+        if found is not None:
+            yield found
 
 
 def _measure_all(jobs: Sequence[Job], folder: Path) -> Iterator[Measured]:
-    from mics.bench.command import bench_together
-
     for job in jobs:
-        print(_command(job, folder), flush=True)
+        print(job.command, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     calls = [job.arguments(folder) for job in jobs]
     for job, rows in zip(jobs, bench_together(calls) if calls else [], strict=True):
-        yield measured_of(job, rows[0].as_dict(), _command(job, folder))  # the first is of the whole model
+        yield measured_of(job, rows[0].as_dict())  # the first is of the whole model
 
 
-def _command(job: Job, out: Path) -> str:
-    return _without_folder(shlex.join(["mics", "bench", *job.arguments(out)]))
-
-
-def _without_folder(command: str) -> str:
-    return command.partition(" --out ")[0]
-
-
-def measured_of(job: Job, row: dict[str, Any], command: str) -> Measured:
+def measured_of(job: Job, row: dict[str, Any]) -> Measured:
     """From the row that `mics bench` wrote."""
     setting, error = setting_of(job.point), row.get("error") or row.get("shortage")
     seconds = None if error else _median(row["step_seconds"])
@@ -218,7 +259,7 @@ def measured_of(job: Job, row: dict[str, Any], command: str) -> Measured:
             f"p={point.partition_size}, {point.micro_batch} x {point.accumulation}, {point.activations}, "
             f"{point.seq_len} tokens"
         ),
-        command=command,
+        command=job.command,
         error=error,
         host_bound=bool(row.get("host_bound")),
     )

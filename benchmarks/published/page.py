@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,9 @@ from benchmarks.published.dated import latest
 from benchmarks.published.emulate import Measured
 from benchmarks.published.predict import BESIDE_HSDP, PEERS, PeerAtBest, Range
 from benchmarks.published.results import HOST_BOUND, RESULTS, Result, error_of, newest, read
-from benchmarks.published.rows import EXPERIMENTS, Measure, Row, rows_of
+from benchmarks.published.rows import BY_KEY, EXPERIMENTS, FITTED_TO, Measure, Row, rows_of
+
+from mics.cost.shapes import named_shape
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "published.md"
 NOT_RUN: Final = "not run"
@@ -58,30 +61,48 @@ def open_in_words(row: Row) -> str:
 
 def rows_table(experiment: str, result: Result | None) -> Iterator[str]:
     """A row for each published figure."""
-    yield "| | published | left open | planner | difference | emulated | kernels of 2022 | difference |"
-    yield "|---|---:|---|---:|---:|---:|---:|---:|"
+    yield (
+        "| | published | left open | planner | difference | emulated | difference | "
+        "kernels of 2022 | difference |"
+    )
+    yield "|---|---:|---|---:|---:|---:|---:|---:|---:|"
     for row in rows_of(experiment):
         planned = None if result is None else result.predicted[row.key]
         emulated = None if result is None else result.emulated(row)
         then = None if result is None else result.with_kernels_of_2022(row)
+        of_2022 = ["", ""] if then is None else [in_words(row, then), error_of(row, then)]
+        if then is not None and row.key in FITTED_TO:
+            of_2022[1] += ", fitted"
         cells = [
             row.what,
             published_in_words(row),
             open_in_words(row),
             "it does not fit" if result is not None and planned is None else in_words(row, planned),
             error_of(row, planned),
-            (emulated is None and result is not None and result.why_not(row)) or in_words(row, emulated),
-            "" if then is None else in_words(row, then),
-            error_of(row, then or emulated),
+            _emulated(row, result, emulated),
+            error_of(row, emulated),
+            *of_2022,
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def _emulated(row: Row, result: Result | None, found: Range | None) -> str:
+    if result is None or found is None:
+        return (result is not None and result.why_not(row)) or NOT_RUN
+    return in_words(row, found) + _of_blocks(row, result.blocks(row))
+
+
+def _of_blocks(row: Row, ran: Sequence[int | None]) -> str:
+    """`` (20 and 4 of 62)``: scaled from so many blocks; nothing where all ran."""
+    words = " and ".join("all" if layers is None else str(layers) for layers in ran)
+    return "" if words in ("", "all") else f" ({words} of {named_shape(row.model).num_blocks})"
 
 
 def peers_table(result: Result | None) -> Iterator[str]:
     """Systems beside it, each at its own best setting, predicted and emulated."""
     yield "| system | its best setting | planner: step | of mics | emulated: step | of mics |"
     yield "|---|---|---:|---:|---:|---:|"
-    peers = [] if result is None else next(iter(result.peers.values()), [])
+    key, peers = ("", []) if result is None else next(iter(result.peers.items()), ("", []))
     runs = [] if result is None else [each for each in result.measured if each.role == "peer"]
     ours = next((peer for peer in peers if peer.system == "mics"), None)
     our_seconds = None if ours is None else ours.step_seconds
@@ -101,7 +122,8 @@ def peers_table(result: Result | None) -> Iterator[str]:
         elif found.step_seconds is None:
             cells += [f"did not run: {found.error}", ""]
         else:
-            cells += [_seconds(found.step_seconds), _times(found.step_seconds, here)]
+            ran = _of_blocks(BY_KEY[key], [found.layers])
+            cells += [_seconds(found.step_seconds) + ran, _times(found.step_seconds, here)]
         yield f"| {name} | {_setting(peer)} | {' | '.join(cells)} |"
     if not peers:
         yield f"| {NOT_RUN} | | | | | |"
@@ -160,11 +182,11 @@ def document(file: Path) -> str:
 
 def tables(folder: Path = RESULTS) -> Mapping[str, Callable[[], Iterator[str]]]:
     """By the name in a marker."""
-    results = {experiment: newest(experiment, folder) for experiment in EXPERIMENTS}
+    of = cache(lambda experiment: newest(experiment, folder))  # once, for both tables
     found: dict[str, Callable[[], Iterator[str]]] = {}
-    for name, result in results.items():
-        found[name] = lambda name=name, result=result: rows_table(name, result)  # type: ignore[misc]
-        found[f"{name}-peers"] = lambda result=result: peers_table(result)  # type: ignore[misc]
+    for name in EXPERIMENTS:
+        found[name] = lambda name=name: rows_table(name, of(name))  # type: ignore[misc]
+        found[f"{name}-peers"] = lambda name=name: peers_table(of(name))  # type: ignore[misc]
     for place in ablations.PLACES:
         found[f"ablations-{place}"] = lambda place=place: ablation_table(place, folder)  # type: ignore[misc]
     return found

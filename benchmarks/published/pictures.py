@@ -135,7 +135,10 @@ def draw_scaling(file: Path, found: dict[str, list[tuple[int, float]]], theme: T
         file,
         height=4.0,
         title="100B on 128 to 512 A100s: weak scaling",
-        subtitle="PFLOP/s of all GPUs, predicted, the same batch on each. Frames: linear from 128 GPUs.",
+        subtitle=(
+            "PFLOP/s of all GPUs, predicted: as many sequences on each, in micro-batches that the system has "
+            "room for. Frames: linear from 128 GPUs."
+        ),
         theme=theme,
     ) as figure:
         axes = figure.subplots()

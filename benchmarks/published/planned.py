@@ -72,7 +72,7 @@ def plan_row(row: Row) -> Planned:
     """Every point, simulated."""
     values, too_large = {}, []
     for point in row.points():
-        value = _value(row, point) if fits(point) else None
+        value = _value(row, point)
         if value is None:
             too_large.append(point)
         else:
@@ -81,27 +81,33 @@ def plan_row(row: Row) -> Planned:
 
 
 def _value(row: Row, point: Point) -> float | None:
-    """In the row's measure; None where what it is compared with does not fit."""
-    found = prediction(point)
-    if row.measure is Measure.TFLOPS:
-        return found.hardware_tflops
-    assert row.against is not None
-    other = row.against.of(point)
+    """In the row's measure; None where it does not fit, or another system that it is compared with."""
+    runs = row.runs(point)
     if row.measure is Measure.SPEEDUP:
-        # With the same micro-batch, or the largest plausible one that it has room for.
-        rooms = [replace(other, micro_batch=size) for size in row.micro_batch if size <= point.micro_batch]
-        fitting = [each for each in rooms if fits(each)]
-        if not fitting:
+        # The document gives the micro-batch, and a system that has no room for it takes less.
+        ours, theirs = map(with_room, runs)
+        if ours is None or theirs is None:
             return None
-        slower = prediction(max(fitting, key=lambda each: each.micro_batch))
-        return found.tokens_per_second / slower.tokens_per_second
+        return prediction(ours).tokens_per_second / prediction(theirs).tokens_per_second
+    if not all(map(fits, runs if row.measure is Measure.DROP else runs[:1])):
+        return None
+    found = [prediction(each) for each in runs]
+    if row.measure is Measure.TFLOPS:
+        return found[0].hardware_tflops
     if row.measure is Measure.DROP:
-        if not all(map(fits, row.runs(point))):
-            return None
-        return ratio_of_drops([prediction(each).tokens_per_second for each in row.runs(point)])
+        return ratio_of_drops([each.tokens_per_second for each in found])
     if row.measure is Measure.SCALING:
-        return 100 * found.tokens_per_second_per_gpu / prediction(other).tokens_per_second_per_gpu
-    return 100 * (found.step_seconds / prediction(other).step_seconds - 1)
+        return 100 * found[0].tokens_per_second_per_gpu / found[1].tokens_per_second_per_gpu
+    return 100 * (found[0].step_seconds / found[1].step_seconds - 1)
+
+
+def with_room(point: Point) -> Point | None:
+    """The same batch in micro-steps small enough for the GPU's memory; None: not even one sequence fits."""
+    while not fits(point):
+        if point.micro_batch == 1:
+            return None
+        point = replace(point, micro_batch=point.micro_batch // 2, accumulation=2 * point.accumulation)
+    return point
 
 
 def ratio_of_drops(speeds: Sequence[float]) -> float | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from benchmarks.published.planned import fits, plan_row, prediction, setting_of
-from benchmarks.published.rows import Point, Row
+from benchmarks.published.rows import Measure, Point, Row
 
 from mics.planner.search import Request, search, search_peer
 from mics.planner.systems import Prediction, Setting
@@ -38,15 +38,6 @@ class Range:
         return (self.low + self.high) / 2
 
 
-def with_room(point: Point) -> Point | None:
-    """The same batch in micro-steps small enough for the GPU's memory; None: not even one sequence fits."""
-    while not fits(point):
-        if point.micro_batch == 1:
-            return None
-        point = replace(point, micro_batch=point.micro_batch // 2, accumulation=2 * point.accumulation)
-    return point
-
-
 def predict_row(row: Row) -> Range | None:
     """None: no plausible point fits, or what it is compared with does not."""
     found = plan_row(row)
@@ -57,10 +48,13 @@ def predict_row(row: Row) -> Range | None:
 
 
 def usual_point(row: Row) -> Point:
-    """In the middle of what is plausible, of those that fit: what peers are compared at."""
+    """In the middle of what is plausible, of those that fit: what peers are compared at.
+
+    Of a speed-up the smallest batch: large ones hide everything, whoever trains.
+    """
     fitting = [point for point in row.points() if all(map(fits, row.runs(point)))] or list(row.points())
     ordered = sorted(fitting, key=lambda point: point.micro_batch * point.accumulation * point.seq_len)
-    return ordered[len(ordered) // 2]
+    return ordered[0 if row.measure is Measure.SPEEDUP else len(ordered) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from benchmarks.published import trillion
 from benchmarks.published.dated import by_date, dated_file, day_of, machine_of
-from benchmarks.published.emulate import Measured, jobs_of, share_of_2022
+from benchmarks.published.emulate import Job, Measured, jobs_of, known_of, share_of_2022, those_of
 from benchmarks.published.planned import ratio_of_drops
 from benchmarks.published.predict import PeerAtBest, Range
 from benchmarks.published.rows import EXPERIMENTS, Measure, Row, rows_of
@@ -46,11 +47,16 @@ class Result:
         """What was measured of a row, in its own measure; None: not run."""
         return _range(self._values(row))
 
+    def blocks(self, row: Row) -> list[int | None]:
+        """How many of its blocks ran, of what is measured of a row; None: all."""
+        found = {each.layers for _, each in self._runs(row, "row", "against") if each and each.step_seconds}
+        return sorted(found, key=lambda layers: -(layers or math.inf))
+
     def why_not(self, row: Row) -> str:
         """What kept a measurement of the row from being one; empty: nothing, or it was not tried."""
         if not list(jobs_of(row)):
             return IN_NO_PACKAGE
-        tried = [each for each in self.measured if each.key == row.key and each.role != "peer"]
+        tried = [each for _, each in self._runs(row, "row", "against") if each]
         errors = [f"did not run: {each.error}" for each in tried if each.error]
         return next(iter([*errors, *(HOST_BOUND for each in tried if each.host_bound)]), "")
 
@@ -58,19 +64,27 @@ class Result:
         """The same speed with the documents' kernels; None: not run, or a ratio, which has no kernels."""
         if row.measure is not Measure.TFLOPS:
             return None
-        jobs = [job for job in jobs_of(row) if job.role == "row"]
-        pairs = zip(jobs, self._values(row), strict=False)  # broken off
+        pairs = [(job, _tflops(each)) for job, each in self._runs(row, "row")]
         return _range([None if value is None else value * share_of_2022(job) for job, value in pairs])
 
     def _values(self, row: Row) -> list[float | None]:
         """None: it did not run, or the host decided."""
-        ours = [each for each in self.measured if each.key == row.key and each.role == "row"]
+        ours = [each for _, each in self._runs(row, "row")]
         if row.measure is Measure.TFLOPS:
-            return [None if each.host_bound else each.tflops for each in ours]
-        theirs = [each for each in self.measured if each.key == row.key and each.role == "against"]
+            return [_tflops(each) for each in ours]
+        theirs = [each for _, each in self._runs(row, "against")]
         if row.measure is Measure.DROP:
-            return [_drops([*ours, *theirs])]
-        return [_ratio(row, one, other) for one, other in zip(ours, theirs, strict=False)]  # broken off
+            return [_drops([_tflops(each) for each in (*ours, *theirs)])]
+        return [_ratio(row, one, other) for one, other in zip(ours, theirs, strict=True)]
+
+    def _runs(self, row: Row, *roles: str) -> list[tuple[Job, Measured | None]]:
+        """What a row is made of, with what is known of each."""
+        its = [each for each in self.measured if each.key == row.key]
+        return [(job, known_of(job, its)) for job in jobs_of(row) if job.role in roles]
+
+
+def _tflops(found: Measured | None) -> float | None:
+    return None if found is None or found.host_bound else found.tflops
 
 
 def _range(values: Sequence[float | None]) -> Range | None:
@@ -80,36 +94,38 @@ def _range(values: Sequence[float | None]) -> Range | None:
     return Range(low=min(found), high=max(found), num_points=len(values), num_fitting=len(found))
 
 
-def _drops(found: Sequence[Measured]) -> float | None:
-    speeds = [each.tflops for each in found if each.tflops and not each.host_bound]
+def _drops(found: Sequence[float | None]) -> float | None:
+    speeds = [each for each in found if each]
     return ratio_of_drops(speeds) if len(speeds) == _RUNS_OF_A_DROP else None
 
 
-def _ratio(row: Row, ours: Measured, theirs: Measured) -> float | None:
-    if (
-        ours.host_bound
-        or theirs.host_bound
-        or ours.step_seconds is None
-        or theirs.step_seconds is None
-        or not ours.tflops
-        or not theirs.tflops
-    ):
+def _ratio(row: Row, ours: Measured | None, theirs: Measured | None) -> float | None:
+    speed, other = _tflops(ours), _tflops(theirs)
+    if not ours or not theirs or not speed or not other:
         return None
     if row.measure is Measure.SLOWDOWN:
+        assert ours.step_seconds and theirs.step_seconds
         return 100 * (ours.step_seconds / theirs.step_seconds - 1)
-    ratio = ours.tflops / theirs.tflops
+    ratio = speed / other
     return 100 * ratio if row.measure is Measure.SCALING else ratio
 
 
 def error_of(row: Row, found: Range | None) -> str:
-    """Difference of the nearest end of a range from what is published, in per cent; from a bound, of both."""
+    """Difference of the nearest end of a range from what is published, in per cent; from a bound, of both.
+
+    A bound is kept where the whole range is below it. Where the low end alone is, or is within 10%, the
+    prediction is right (`Row.is_right`) and the words say so.
+    """
     if found is None:
         return ""
     if row.at_most:
         if found.high <= row.published:
             return "below the bound"
         low, high = (f"{100 * (value / row.published - 1):+.0f}%" for value in (found.low, found.high))
-        return low if low == high else f"{low} to {high}"
+        where = "partly below" if found.low <= row.published else "above"
+        if where == "above" and row.is_right(found.low, found.high):
+            where = "above, the low end within 10%"
+        return f"{low if low == high else f'{low} to {high}'}: {where}"
     if found.low <= row.published <= found.high:
         return "inside"
     nearest = min((found.low, found.high), key=lambda value: abs(value - row.published))
@@ -130,9 +146,14 @@ def measured_before(experiment: str, folder: Path, *, any_day: bool = False) -> 
     """What this hardware has measured of an experiment, the newest first: today, or on ``any_day``."""
     today = dated_file(folder, THEME)
     same = [file for file in by_date(folder, THEME) if machine_of(file) == machine_of(today)]
-    files = [file for file in reversed(same) if any_day or file == today]
-    found = [each for file in files if (each := _read(file).get(experiment)) is not None]
-    return tuple(measured for each in found for measured in each.measured)
+    return _measured(experiment, folder, same if any_day else [file for file in same if file == today])
+
+
+def _measured(experiment: str, folder: Path, files: Sequence[Path]) -> tuple[Measured, ...]:
+    """All that files have of an experiment, the newest first, after a run of the whole largest model."""
+    whole = trillion.measured_whole(folder) if experiment == trillion.THEME else ()
+    found = [each for file in reversed(files) if (each := _read(file).get(experiment)) is not None]
+    return (*whole, *(measured for each in found for measured in each.measured))
 
 
 def _read(file: Path) -> dict[str, Result]:
@@ -153,17 +174,19 @@ def read(file: Path) -> list[Result]:
 
 
 def newest(experiment: str, folder: Path = RESULTS) -> Result | None:
-    """The newest prediction of an experiment, peers and measurements; None: there is none of it."""
-    dated = [(day_of(file), _read(file).get(experiment)) for file in by_date(folder, THEME)]
-    keys = {row.key for row in rows_of(experiment)}
+    """The newest prediction of an experiment and peers, with what any day measured of them; None: nothing.
+
+    The same is known to ``--missing``. What has fewer blocks than `mics bench` scales from today is left out.
+    """
+    files = by_date(folder, THEME)
+    rows = rows_of(experiment)
+    keys = {row.key for row in rows}
+    dated = [(day_of(file), _read(file).get(experiment)) for file in files]
     known = [(day, each) for day, each in dated if each is not None and set(each.predicted) == keys]
     found = [each for _, each in sorted(known, key=lambda pair: (pair[0], pair[1].made))]
     if not found:
         return None
-    measured = next((each.measured for each in reversed(found) if each.measured), ())
     peers = next((each.peers for each in reversed(found) if each.peers), {})
-    if experiment == trillion.THEME:
-        whole = trillion.measured_whole(folder)
-        keys_of_whole = {each.key for each in whole}
-        measured = (*whole, *(each for each in measured if each.key not in keys_of_whole))
+    jobs = [job for row in rows for job in jobs_of(row, peers.get(row.key, ()))]
+    measured = tuple(those_of(jobs, _measured(experiment, folder, files)))
     return replace(found[-1], measured=measured, peers=peers)

@@ -30,6 +30,7 @@ from mics.cost.clusters import Cluster, Link, find_cluster
 from mics.errors import SettingsError
 from mics.layout.compression import LOSSLESS
 from mics.models import GPT, GPTConfig
+from mics.models.gpt import Block
 
 JOB = Job(
     model=GPTConfig(num_layers=12, num_heads=2, hidden_size=32, vocab_size=64, seq_len=16, rotary=False),
@@ -277,12 +278,17 @@ def test_some_blocks_are_gathered_as_all_would_be() -> None:
     assert first.stay_nbytes <= second.stay_nbytes
 
 
-def _gathered_nbytes(layers: int, *, ahead: int) -> int:
+def _gathered_nbytes(layers: int, *, ahead: int, size: int) -> int:
     """Of one step of two micro-steps, as the third step has it."""
     with mics.emulate(SLOW):
         model = GPT(replace(JOB.model, num_layers=layers))
-        kept = mics.Activations(checkpoint="unit")
-        mics.shard(model, partition_size=2, prefetch=mics.Prefetch(units=ahead), activations=kept)
+        mics.shard(
+            model,
+            partition_size=size,
+            units=[Block],
+            prefetch=mics.Prefetch(units=ahead),
+            activations=mics.Activations(checkpoint="unit"),
+        )
         tokens = torch.zeros(1, 16, dtype=torch.long)
         found = []
         for _ in range(3):
@@ -290,23 +296,34 @@ def _gathered_nbytes(layers: int, *, ahead: int) -> int:
                 model(batch).float().mean().backward()
             mics.clip_grad_norm_(model, 1.0)
             model.zero_grad()
-            found.append(mics.traffic(model).nbytes["partition", "all_gather"])
+            nbytes = mics.traffic(model).nbytes
+            found.append(
+                sum(
+                    each
+                    for (group, kind), each in nbytes.items()
+                    if group == "partition" and "gather" in kind
+                )
+            )
     return found[2] - found[1]
 
 
-@pytest.mark.parametrize("ahead", [3, 4])
-def test_blocks_gathered_ahead_are_never_gathered_again(ahead: int) -> None:
-    """From as many blocks as are gathered ahead on, each block adds the same bytes. Of fewer, less."""
-    nbytes = [_gathered_nbytes(layers, ahead=ahead) for layers in range(ahead - 1, ahead + 4)]
+@pytest.mark.parametrize(("ahead", "size"), [(3, 2), (4, 2), (3, SLOW.world_size)])
+def test_blocks_gathered_ahead_are_never_gathered_again(ahead: int, size: int) -> None:
+    """From as many blocks as are gathered ahead on, each block adds the same bytes. Of fewer, less.
+
+    With one replica it is two, however many are gathered ahead.
+    """
+    least = ahead if size < SLOW.world_size else 2
+    nbytes = [_gathered_nbytes(layers, ahead=ahead, size=size) for layers in range(least - 1, least + 4)]
     first, *others = (after - before for before, after in pairwise(nbytes))
     assert len(set(others)) == 1 and first < others[0]
 
 
 def test_too_few_blocks_are_not_scaled() -> None:
-    """Half of them must be as many as mics gathers ahead. Others gather each block again."""
+    """Half of them must be as many as mics gathers ahead, with one replica two. Others gather each again."""
     model = replace(JOB.model, num_layers=24, hidden_size=512, num_heads=4, seq_len=512)
     job = replace(JOB, model=model, micro_batch=8, partition_size=4, accumulation=4)
-    cluster = replace(SLOW, inter=Link(bandwidth=1e9, latency=1e-6))
+    cluster = replace(SLOW, num_nodes=4, inter=Link(bandwidth=1e9, latency=1e-6))
 
     def runs(system: str, layers: int) -> Sequence[Run]:
         return interleave(
@@ -317,6 +334,13 @@ def test_too_few_blocks_are_not_scaled() -> None:
     assert ahead > 2
     assert [too_few(run) for run in runs("mics", 2 * ahead)] == ["", ""]
     assert [too_few(run) for run in runs("fsdp2", 4)] == ["", ""]
+    alone = replace(job, partition_size=cluster.world_size)  # one replica
+    one, two, four = (
+        interleave(["mics"], [(two_depths(alone, layers)[0], cluster)], repeats=1, record=False)[0]
+        for layers in (2, 4, 8)
+    )
+    assert prefetch_of_whole(two.job, cluster, LOSSLESS).units > 2
+    assert too_few(two) == too_few(four) == "" and "expected at least 4" in too_few(one)
     assert too_few(interleave(["mics"], [(job, cluster)], repeats=1, record=False)[0]) == ""
     for system in ("mics", "mics-partition", "mics-int8"):
         few = runs(system, 4)

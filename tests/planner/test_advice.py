@@ -158,6 +158,34 @@ def test_advice_runs_and_trains_as_plain_torch(
             assert (value - expected[name]).abs().max() < near, name
 
 
+@pytest.mark.parametrize(
+    ("partition_size", "kept", "left_out"),
+    [
+        (16, ("inter_gather", "inter_reduce"), ("hop2", "replica_reduce_dtype")),  # one replica
+        (8, ("hop2",), ("inter_gather", "inter_reduce")),  # every group on one node
+    ],
+)
+def test_formats_in_which_nothing_is_sent_are_left_out(
+    partition_size: int, kept: tuple[str, ...], left_out: tuple[str, ...]
+) -> None:
+    """What it prints changes what happens."""
+    setting = _setting(
+        replace(PRESETS["p4d.24xlarge"], num_nodes=2),
+        model=shape_of_config("gpt", _SHAPE),
+        partition_size=partition_size,
+        activations=Keeping(checkpoint=False),
+        wire_nbytes=2,
+        compression=replace(_INT8, hop2_error_feedback=False),
+    )
+    code = advice(_choice(setting))
+    assert [name for name in kept if name not in code] == []
+    assert [name for name in left_out if name in code] == []
+    alone = replace(setting, cluster=replace(setting.cluster, num_nodes=1), partition_size=8)
+    for compression in (_INT8, UNCOMPRESSED):
+        assert "Compression" not in (code := advice(_choice(replace(alone, compression=compression))))
+        assert "compression" not in code
+
+
 @pytest.mark.parametrize("wire", [2, 4])
 def test_a_gpu_without_bfloat16_gets_float16_and_a_scaler(wire: int) -> None:
     """V100: the code names no format that it lacks, and runs."""

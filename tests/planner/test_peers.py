@@ -148,6 +148,20 @@ def test_a_peer_is_as_good_as_it_can_be() -> None:
     assert whole.shortage.needed > whole.shortage.limit
 
 
+def test_a_peer_at_its_best_is_no_slower_than_in_our_setting() -> None:
+    """Finer units make no room here and are tried for mics alone: what is faster with them is the best."""
+    cluster = planned_cluster("p3dn.24xlarge:4")
+    model = named_shape("gpt-30b", seq_len=16384).with_blocks(4)
+    request = Request(model=model, cluster=cluster, global_batch=8 * cluster.world_size)
+    best = search(request).choices[0].setting
+    for system in ("hsdp", "fsdp2", "zero3"):
+        peer = search_peer(request, best, system)
+        assert peer.choice is not None and not isinstance(peer.same, Shortage)
+        assert peer.choice.step_seconds <= peer.same.step_seconds
+        assert peer.choice.setting.model.parts == best.model.parts == 3
+        assert peer.choice.memory.peak <= request.limit
+
+
 PLAN = ["plan", "--model", "gpt-13b", "--cluster", "p3dn.24xlarge:2", "--global-batch", "64"]
 
 

@@ -59,7 +59,7 @@ def bench(args: Sequence[str]) -> int:
     config.check()
     require("plot", "the picture of a comparison")
     _make_folder(config.out)
-    runs = interleave(config.systems, _rows(config), repeats=config.repeats, record=config.on == "emulated")
+    runs = interleave(config.systems, rows_of(config), repeats=config.repeats, record=config.on == "emulated")
     _warn_of_few_blocks(runs)
     plan = RunPlan(
         runs=_on_clocks(runs, config.training.as_gpu),
@@ -93,7 +93,7 @@ def bench_together(calls: Sequence[Sequence[str]]) -> list[list[Row]]:
     ends = [0]
     for config in configs:
         config.check()
-        own = interleave(config.systems, _rows(config), repeats=config.repeats, record=False)
+        own = interleave(config.systems, rows_of(config), repeats=config.repeats, record=False)
         runs += [replace(run, number=ends[-1] + run.number) for run in own]
         ends.append(len(runs))
     first = configs[0]
@@ -169,7 +169,7 @@ def _make_folder(folder: Path) -> None:
         raise SettingsError(f"--out {folder}: {error.strerror or error}") from error
 
 
-def _rows(config: BenchConfig) -> list[tuple[Job, Cluster | int]]:
+def rows_of(config: BenchConfig) -> list[tuple[Job, Cluster | int]]:
     """Every cluster (or the real ranks) with every partition size."""
     places: list[Cluster | int] = [_num_ranks(config)]
     if config.on == "emulated":

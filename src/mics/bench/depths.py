@@ -60,29 +60,34 @@ def two_depths(job: Job, layers: int) -> tuple[Job, Job]:
 
 
 def too_few(run: Run) -> str:
-    """Why a run of half the blocks says nothing of the whole model: mics keeps them all. Empty: it does."""
-    found, ahead = run.job.model.num_layers, _blocks_ahead(run)
-    if found >= ahead:
+    """Why a run of half the blocks says nothing of the whole model: mics keeps them. Empty: it does."""
+    found, least = run.job.model.num_layers, least_blocks(run)
+    if found >= least:
         return ""
-    enough = 2 * ahead < (run.job.whole_layers or 0)
-    expected = f"at least {2 * ahead} to scale from" if enough else "it unset"
+    enough = 2 * least < (run.job.whole_layers or 0)
+    expected = f"at least {2 * least} to scale from" if enough else "it unset"
     return (
-        f"--layers: expected {expected}, because {run.system} gathers {ahead} blocks ahead and none of so "
-        f"shallow a model again, found {2 * found}"
+        f"--layers: expected {expected}, because {run.system} keeps all of so shallow a model gathered, "
+        f"found {2 * found}"
     )
 
 
-def _blocks_ahead(run: Run) -> int:
-    """Gathered ahead of the one that computes; 0: the model is whole, or mics does not run."""
+def least_blocks(run: Run) -> int:
+    """Of the shallower model, for each further block to add as many bytes. 0: whole, or not of mics.
+
+    As many as mics gathers ahead. With one replica each adds the same from the second on: only a single one
+    is never gathered again.
+    """
     job, cluster = run.job, run.cluster
     if job.whole_layers is None or cluster is None or _DIVIDED_AS.get(run.system, run.system) != "mics":
         return 0
     prefetch = prefetch_of_whole(job, cluster, _COMPRESSED.get(run.system, LOSSLESS))
-    if prefetch.nbytes is None:
-        return prefetch.units
-    one_more = replace(job.model, num_layers=job.model.num_layers + 1)
-    block = (one_more.num_parameters - job.model.num_parameters) * job.param.itemsize
-    return min(prefetch.units, prefetch.nbytes // block)
+    ahead = prefetch.units
+    if prefetch.nbytes is not None:
+        one_more = replace(job.model, num_layers=job.model.num_layers + 1)
+        block = (one_more.num_parameters - job.model.num_parameters) * job.param.itemsize
+        ahead = min(ahead, prefetch.nbytes // block)
+    return min(ahead, 2) if job.partition_size == cluster.world_size else ahead
 
 
 def missing_nbytes(run: Run) -> int | None:
@@ -118,13 +123,13 @@ def with_whole_models(
         layers = run.job.whole_layers
         if layers is None:
             return tuple(runs), list(outcomes)
-        its = waiting.setdefault((run.system, run.cluster, _whole(run.job)), deque())
+        its = waiting.setdefault((run.system, run.cluster, whole_of(run.job)), deque())
         if not its or its[0][0].job.model.num_layers == run.job.model.num_layers:
             its.append((run, outcome))  # its deeper one comes later
             continue
         first, its_outcome = its.popleft()
         depths = (first.job.model.num_layers, run.job.model.num_layers)
-        whole = replace(run, job=_whole(run.job), scaled_from=depths)
+        whole = replace(run, job=whole_of(run.job), scaled_from=depths)
         missing, few = missing_nbytes(run), too_few(first)
         scaled = _scaled(its_outcome, outcome, depths, layers, missing=missing, few=few)
         wholes.append((whole, scaled))
@@ -134,7 +139,8 @@ def with_whole_models(
     return tuple(run for run, _ in found), [outcome for _, outcome in found]
 
 
-def _whole(job: Job) -> Job:
+def whole_of(job: Job) -> Job:
+    """The job with all of its blocks."""
     layers = job.whole_layers or job.model.num_layers
     return replace(job, model=replace(job.model, num_layers=layers), whole_layers=None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Final
 
 from mics.cost.clusters import PRESETS
@@ -90,8 +90,9 @@ def _arguments(setting: Setting) -> list[str]:
         found.append('optimizer_sharding="partition"')
     if setting.state_on_host:
         found.append('optimizer_state="host"')
-    if setting.compression != LOSSLESS:
-        found.append(f"compression={_compression(setting.compression)}")
+    sent = _sent(setting)
+    if sent != LOSSLESS:
+        found.append(f"compression={_compression(sent)}")
     if setting.prefetch is not None:
         found.append(f"prefetch={setting.prefetch}")
     return found
@@ -107,8 +108,20 @@ def _precision(setting: Setting) -> list[str]:
     fields = [] if name == "torch.bfloat16" else [f"param_dtype={name}"]
     if setting.wire_nbytes == 2:
         fields.append(f"reduce_dtype={name}")
-        fields += [f"replica_reduce_dtype={name}"] if setting.compression.hop2 is None else []
+        between = setting.num_replicas > 1 and setting.compression.hop2 is None
+        fields += [f"replica_reduce_dtype={name}"] if between else []
     return ["precision=" + "\n".join(_call("mics.Precision", fields, indent=4))] if fields else []
+
+
+def _sent(setting: Setting) -> Compression:
+    """Without formats in which nothing is sent: between one replica, or nodes of a group on one."""
+    found = setting.compression
+    if setting.num_replicas == 1:
+        found = replace(found, hop2=None, hop2_error_feedback=True)
+    if setting.partition.num_nodes == 1:
+        found = replace(found, inter_gather=None, inter_reduce=None)
+        found = found if setting.num_replicas > 1 else LOSSLESS
+    return found
 
 
 def _compression(compression: Compression) -> str:

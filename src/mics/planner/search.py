@@ -262,16 +262,16 @@ def search_peer(
 ) -> Peer:
     """The same search for another system, and ``best``, which is ours, in its hands."""
     found, too_large = _fastest_by_size(request, system, advance)
-    choice = None
-    if found:
-        first = _in_order(found)[0]
-        need = SYSTEMS[system].need(first.setting)
-        choice = Choice(prediction=first, memory=need, limited_by=limit_of(first))
-    lack = request.shortage(SYSTEMS[system].need(best))
+    first = next(iter(_in_order(found)), None)
+    same = request.shortage(SYSTEMS[system].need(best)) or predict_quickly(best, system)
+    # What the search leaves out, such as finer units that make no room, may be faster all the same.
+    if isinstance(same, Prediction) and (first is None or same.step_seconds < first.step_seconds):
+        first = same
+    if first is None:
+        return Peer(choice=None, shortage=nearest(too_large.values()), same=same)
+    need = SYSTEMS[system].need(first.setting)
     return Peer(
-        choice=choice,
-        shortage=None if found else nearest(too_large.values()),
-        same=predict_quickly(best, system) if lack is None else lack,
+        choice=Choice(prediction=first, memory=need, limited_by=limit_of(first)), shortage=None, same=same
     )
 
 

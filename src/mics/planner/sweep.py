@@ -12,7 +12,7 @@ from mics.planner.answer import Answer, as_dict
 from mics.planner.search import Choice
 from mics.utils.numbers import count, days, dollars, listed, percent, plural, roughly, times, whole
 
-_AS_CHEAP: Final = 0.05
+_AS_CHEAP: Final = 0.05  # of the cost: a limit that we chose, and `mics plan` says it
 
 
 @dataclass(frozen=True, kw_only=True)
