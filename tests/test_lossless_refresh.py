@@ -478,10 +478,10 @@ def test_same_bits_under_nccl(partition_size: int, ranks_per_node: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [_ALL_STAY, _SOME_STAY], ids=["all", "some"])
 @pytest.mark.parametrize("happens", [_nothing, _jump, _evaluate])
-def test_units_that_stay_over_a_step_under_nccl(happens: Happening) -> None:
-    staying = mics.Prefetch(units=1, stay_nbytes=1 << 30)
-    options = {"partition_size": 4, "prefetch": staying, "audit_interval": 0, "device": "cuda"}
+def test_units_that_stay_over_a_step_under_nccl(happens: Happening, prefetch: mics.Prefetch) -> None:
+    options = {"partition_size": 4, "prefetch": prefetch, "audit_interval": 0, "device": "cuda"}
     found = run_ranks(
         4, _compare, happens, backend="nccl", ranks_per_node=2, kwargs={"axis": "partition", **options}
     )
