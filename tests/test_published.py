@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.published import ablations, command, page, pictures, planned, trillion
+from benchmarks.published import ablations, beside_planner, command, page, pictures, planned, trillion
 from benchmarks.published.command import Published, main
 from benchmarks.published.dated import hardware
 from benchmarks.published.emulate import (
@@ -488,3 +488,17 @@ def test_the_whole_trillion_is_in_its_row() -> None:
     whole = trillion.measured_whole(RESULTS)
     assert [each for each in found.measured if each.key == row.key] == list(whole)
     assert found.emulated(row) is not None
+
+
+def test_measured_settings_are_found_again() -> None:
+    """What stands beside the planner: each setting once, as the command that measured it has it."""
+    found = list(beside_planner.measured())
+    points = [beside_planner.point_of(each) for each in found]
+    assert len({*points}) == len(points) > 30 and {"mics", "hsdp", "fsdp2", "zero2"} <= {
+        p.system for p in points
+    }
+    for measured, point in zip(found, points, strict=True):
+        assert measured.setting == (
+            f"p={point.partition_size}, {point.micro_batch} x {point.accumulation}, {point.activations}, "
+            f"{point.seq_len} tokens"
+        )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from benchmarks.published.dated import by_date
-from benchmarks.published.emulate import Measured
+from benchmarks.published.emulate import Measured, is_sound
 from benchmarks.published.planned import setting_of
 from benchmarks.published.results import RESULTS, THEME, read
 from benchmarks.published.rows import Point
@@ -65,13 +65,13 @@ def point_of(measured: Measured) -> Point:
 
 
 def measured() -> Iterator[Measured]:
-    """The newest of each setting, host-bound ones left out."""
+    """The newest of each setting; host-bound ones and those of too few blocks left out."""
     newest = {
         each.command: each
         for file in by_date(RESULTS, THEME)
         for result in read(file)
         for each in result.measured
-        if each.step_seconds is not None
+        if each.step_seconds is not None and " --seq-len " in each.command and is_sound(each)
     }
     yield from (each for each in newest.values() if not each.host_bound)
 
@@ -91,7 +91,7 @@ def beside(found: Measured) -> Beside:
 
 def main() -> None:
     """Print the table, and what it comes to for mics and for the others."""
-    rows = [beside(each) for each in measured() if " --seq-len " in each.command]
+    rows = [beside(each) for each in measured()]
     print("| model | cluster | system | setting | emulated | planner | | on that network | |")
     print("|---|---|---|---|---:|---:|---:|---:|---:|")
     for row in sorted(rows, key=lambda row: (row.point.cluster, row.point.model, row.point.system)):
