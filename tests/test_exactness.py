@@ -56,7 +56,8 @@ def _report(cases: list[Case], problems: list[list[str]]) -> None:
     [
         *((size, "pairs") for size in (1, 2, 3, 4, 8)),
         pytest.param(6, "pairs", marks=pytest.mark.full),
-        *(pytest.param(size, "rest", marks=pytest.mark.full) for size in range(1, 9)),
+        *(pytest.param(size, "rest", marks=pytest.mark.full) for size in (1, 2, 3, 4, 8)),
+        *(pytest.param(size, "rest", marks=(pytest.mark.full, pytest.mark.long)) for size in (5, 6, 7)),
     ],
 )
 def test_the_grid_equals_plain_training(

@@ -339,6 +339,7 @@ def test_the_trillion_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert trillion.read(tmp_path / "t.json") == _trillion()
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_ablations_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mechanism can be taken away, and the losses stay, but for imagined replicas that meet twice.

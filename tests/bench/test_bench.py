@@ -420,6 +420,7 @@ def test_what_could_not_be_there_is_not_ranked(problem: str) -> None:
     assert not any("shortest" in line or " x " in line for line in verdict(rows[:2]))
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_calls_together_are_rows_of_each(tmp_path: Path) -> None:
     """One process makes the runs of two calls: a whole model, and one that is scaled from two depths."""

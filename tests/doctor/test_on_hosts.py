@@ -96,6 +96,7 @@ def test_five_faults_are_named_with_their_hosts(name: str, tmp_path: Path) -> No
     assert list(checkpoints.iterdir()) == [], "the doctor leaves nothing behind"
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_without_a_launcher_it_starts_its_own_ranks(tmp_path: Path) -> None:
     """The exit code is the doctor's, and torchrun adds no traceback to the report."""
