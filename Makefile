@@ -27,7 +27,7 @@ $(READY): pyproject.toml scripts/setup_env.sh
 demo: $(READY)  ## train a small model on this machine and draw the run (about a minute)
 	@$(BIN)/mics train $(ARGS)
 
-test: $(READY)  ## every mechanism, with the grids thinned (6 to 9 minutes on two cores); GPU tests skip without one
+test: $(READY)  ## every mechanism, with the grids thinned (5 to 7 minutes on two cores); GPU tests skip without one
 	@$(BIN)/python -m pytest --quick -n auto $(ARGS)
 
 test-all: $(READY)  ## grids too (15 to 20 minutes on two cores); ARGS=--long adds what takes longest
