@@ -20,7 +20,7 @@ from mics.cost.depth import MicroStep, batching_for, forward_seconds, reduction_
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES, USABLE
 from mics.cost.modules import shape_of_module
 from mics.cost.setting import fitting_partition, refresh_nbytes
-from mics.cost.stages import Shares, rounding_times
+from mics.cost.stages import Shares, hop_2_stages, rounding_times
 from mics.errors import SettingsError
 from mics.gradients.hops import Joining
 from mics.layout.assign import ParamRef, Site
@@ -84,15 +84,16 @@ def _hop_2_times(settings: Settings, topology: Topology) -> float:
     if topology.num_replicas == 1 or settings.compression.hop2 is None or not trained:
         return 0.0
     masters = {settings.precision.dtype_of_master(param.dtype) for param in trained}
-    return rounding_times(
+    hop_2 = partial(
+        hop_2_stages,
         settings.cluster,
         _replica_span(topology),
         max(map(_trained_numel, settings.sites)) / topology.partition_size,
         wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in masters),
-        compression=settings.compression,
         exchanges=replicas_exchange(settings, topology),
         whole=settings.optimizer_sharding == "partition",
     )
+    return rounding_times(hop_2, settings.compression)
 
 
 def _most_on_a_node(topology: Topology) -> int:

@@ -8,7 +8,7 @@ So have new values that are sent as moves: these kernels are slower than memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -135,33 +135,14 @@ def hop_2_stages(
     return found
 
 
-def rounding_times(
-    cluster: Cluster,
-    span: Span,
-    numel: float,
-    *,
-    wire_nbytes: int,
-    compression: Compression,
-    exchanges: bool,
-    whole: bool,
-) -> float:
-    """How many times the bytes of exact gradients rounded ones send between nodes, as in ``hop_2_stages``.
+def rounding_times(hop_2: Callable[..., Sequence[Stage]], compression: Compression) -> float:
+    """How many times the bytes of exact gradients rounded ones send between nodes.
 
     They are exchanged: each of a node's replicas sends to every other node. A ring crosses the uplink once.
+    ``hop_2``: ``hop_2_stages`` of all but ``compression``.
     """
     rounded, exact = (
-        sum(
-            stage.cost.inter_nbytes
-            for stage in hop_2_stages(
-                cluster,
-                span,
-                numel,
-                wire_nbytes=wire_nbytes,
-                compression=each,
-                exchanges=exchanges,
-                whole=whole,
-            )
-        )
+        sum(stage.cost.inter_nbytes for stage in hop_2(compression=each))
         for each in (compression, replace(compression, hop2=None))
     )
     return rounded / exact if exact else 0.0

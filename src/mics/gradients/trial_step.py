@@ -42,6 +42,6 @@ def state_after_a_step(optimizer: Optimizer, settings: Mapping[str, Any]) -> dic
         trial = kind([param], **{key: value for key, value in settings.items() if key in taken})
         with torch.no_grad():
             inspect.unwrap(kind.step)(trial)  # without the hooks that are around every step
-    except Exception:
+    except Exception:  # whatever these settings raise, they say nothing of the state
         return None
     return {key: value for key, value in trial.state[param].items() if value is not None}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 
 from mics.cost.auto import Turn, exchange_pays
 from mics.cost.collectives import Kind, cost
@@ -67,17 +68,21 @@ class StepCosts:
         """A unit's gradients across replicas. ``whole``: each needs all of them."""
         key = unit.numel, whole
         if key not in self._hop_2:
-            setting = self._setting
-            self._hop_2[key] = hop_2_stages(
-                setting.cluster,
-                setting.replication,
-                unit.numel / setting.partition_size,
-                wire_nbytes=setting.wire_nbytes,
-                compression=setting.compression,
-                exchanges=self._exchanges,
-                whole=whole,
-            )
+            self._hop_2[key] = self._hop_2_of(*key)(compression=self._setting.compression)
         return self._hop_2[key]
+
+    def _hop_2_of(self, numel: int, whole: bool) -> Callable[..., list[Stage]]:
+        """For any compression."""
+        setting = self._setting
+        return partial(
+            hop_2_stages,
+            setting.cluster,
+            setting.replication,
+            numel / setting.partition_size,
+            wire_nbytes=setting.wire_nbytes,
+            exchanges=self._exchanges,
+            whole=whole,
+        )
 
     def refresh(self, unit: UnitShape) -> Stage:
         """A unit's new parameters across replicas. What is in float8 goes as it is."""
@@ -107,15 +112,8 @@ class StepCosts:
     def rounding_times(self) -> float:
         """How many times the bytes of exact gradients rounded ones send between nodes, across replicas."""
         setting = self._setting
-        return rounding_times(
-            setting.cluster,
-            setting.replication,
-            setting.model.largest_numel / setting.partition_size,
-            wire_nbytes=setting.wire_nbytes,
-            compression=setting.compression,
-            exchanges=self._exchanges,
-            whole=not setting.over_replicas,
-        )
+        hop_2 = self._hop_2_of(setting.model.largest_numel, not setting.over_replicas)
+        return rounding_times(hop_2, setting.compression)
 
     @cached_property
     def _exchanges(self) -> bool:
