@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from mics.comm.moves import Moves
 
-_NUM_WARPS: Final = 1  # with blocks of 512 values
+_ENCODE_WARPS: Final = 2  # with blocks of 512 values
+_DECODE_WARPS: Final = 1
 SLICE_NUMEL: Final = 1024
 """Words that checksums weigh together."""
 _NUM_SLICES: Final = 8  # by one program
@@ -26,31 +27,47 @@ _MIX = tl.constexpr(-0x40A7B892E31B1A47)
 
 @triton.jit
 def _ordered(bits):
-    return tl.where(bits >= 0, bits, -32769 - bits)
+    return bits ^ ((bits >> 31) & 0x7FFF)
 
 
 @triton.jit
 def _moves(old, new, offsets, inside):
     before = _ordered(tl.load(old + offsets, mask=inside, other=0).to(tl.int32))
     after = _ordered(tl.load(new + offsets, mask=inside, other=0).to(tl.int32))
-    return ((after - before + 32768) & 0xFFFF) - 32768
+    return (after - before).to(tl.int16).to(tl.int32)
+
+
+@triton.jit
+def _nibbles(moves):
+    return tl.minimum((moves + 7).to(tl.uint32), 15)
+
+
+@triton.jit
+def _bytes(moves):
+    return tl.minimum((moves + 127).to(tl.uint32), 255)
 
 
 @triton.jit
 def _sizes(moves):
-    """Which moves take a byte, and which two more."""
-    return (tl.abs(moves) > 7).to(tl.int32), (tl.abs(moves) > 127).to(tl.int32)
+    """Which moves take a byte, and in the high half which take a word."""
+    return tl.where(_nibbles(moves) == 15, tl.where(_bytes(moves) == 255, 0x10001, 1), 0)
 
 
 @triton.jit
-def _write_rest(moves, first_byte, first_word, few, fewer, num_bytes, num_words):
-    """The bytes and words of half a block."""
-    large, largest = _sizes(moves)
-    place = first_byte + tl.cumsum(large, 0) - large
-    code = tl.where(largest > 0, 255, moves + 127)
-    tl.store(few + place, code.to(tl.uint8), mask=(large > 0) & (place < num_bytes))
-    place = first_word + tl.cumsum(largest, 0) - largest
-    tl.store(fewer + place, moves.to(tl.int16), mask=(largest > 0) & (place < num_words))
+def _write_rest(moves, sizes, first_byte, first_word, few, fewer, num_bytes, num_words):
+    """The bytes and words of half a block.
+
+    Each thread stores what it has: the hints keep Triton from handing values on between threads first, as it
+    does where neighbours look unrelated, for a third of the kernel's instructions. No store gets wider by
+    them, since masks differ from value to value.
+    """
+    before = tl.cumsum(sizes, 0) - sizes
+    place = first_byte + (before & 0xFFFF)
+    fits = (sizes > 0) & (place < num_bytes)
+    tl.store(few + tl.max_contiguous(tl.multiple_of(place, 8), 8), _bytes(moves).to(tl.uint8), mask=fits)
+    place = first_word + (before >> 16)
+    fits = (sizes > 0xFFFF) & (place < num_words)
+    tl.store(fewer + tl.max_contiguous(tl.multiple_of(place, 8), 8), moves.to(tl.int16), mask=fits)
 
 
 @triton.jit
@@ -68,21 +85,22 @@ def _encode(
     half: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * 2 * half + tl.arange(0, half)
+    places = tl.arange(0, half)
+    offsets = block * 2 * half + places
     low = _moves(old, new, offsets, offsets < numel)
     high = _moves(old, new, offsets + half, offsets + half < numel)
-    codes = tl.where(tl.abs(low) > 7, 15, low + 7) | (tl.where(tl.abs(high) > 7, 15, high + 7) << 4)
-    tl.store(nibbles + block * half + tl.arange(0, half), codes.to(tl.uint8))
-    low_bytes, low_words = _sizes(low)
-    high_bytes, high_words = _sizes(high)
-    more, most = tl.sum(low_bytes), tl.sum(low_words)
-    # Blocks take their places in the order in which they come: each says where it is.
-    first_byte = tl.atomic_add(needed, more + tl.sum(high_bytes), sem="relaxed")
-    first_word = tl.atomic_add(needed + 1, most + tl.sum(high_words), sem="relaxed")
-    tl.store(starts + 2 * block, first_byte)
-    tl.store(starts + 2 * block + 1, first_word)
-    _write_rest(low, first_byte, first_word, few, fewer, num_bytes, num_words)
-    _write_rest(high, first_byte + more, first_word + most, few, fewer, num_bytes, num_words)
+    tl.store(nibbles + block * half + places, (_nibbles(low) | (_nibbles(high) << 4)).to(tl.uint8))
+    low_sizes, high_sizes = _sizes(low), _sizes(high)
+    in_low = tl.sum(low_sizes)
+    in_both = in_low + tl.sum(high_sizes)
+    # Blocks take their places in the order in which they come, bytes and words at once: each says where it is.
+    taken = (in_both & 0xFFFF).to(tl.int64) | ((in_both >> 16).to(tl.int64) << 32)
+    first = tl.atomic_add(needed.to(tl.pointer_type(tl.int64)), taken, sem="relaxed")
+    tl.store(starts.to(tl.pointer_type(tl.int64)) + block, first)
+    first_byte, first_word = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
+    _write_rest(low, low_sizes, first_byte, first_word, few, fewer, num_bytes, num_words)
+    first_byte, first_word = first_byte + (in_low & 0xFFFF), first_word + (in_low >> 16)
+    _write_rest(high, high_sizes, first_byte, first_word, few, fewer, num_bytes, num_words)
 
 
 @triton.jit
@@ -107,7 +125,7 @@ def _move(
     words = tl.load(fewer + place, mask=(largest > 0) & (place < num_words), other=0).to(tl.int32)
     moves = tl.where(largest > 0, words, tl.where(large > 0, rest - 127, codes - 7))
     before = _ordered(tl.load(values + offsets, mask=inside, other=0).to(tl.int32))
-    after = ((before + moves + 32768) & 0xFFFF) - 32768
+    after = (before + moves).to(tl.int16).to(tl.int32)
     tl.store(values + offsets, _ordered(after).to(tl.int16), mask=inside)
     return tl.sum(large), tl.sum(largest)
 
@@ -180,7 +198,7 @@ def encode(moves: Moves, wire: Tensor, old: Tensor, new: Tensor, needed: Tensor)
     needed.zero_()
     _encode[(moves.num_blocks,)](
         old, new, *moves.parts(wire), needed, moves.numel, moves.room.num_bytes, moves.room.num_words,
-        half=moves.block // 2, num_warps=_NUM_WARPS,
+        half=moves.block // 2, num_warps=_ENCODE_WARPS,
     )  # fmt: skip
 
 
@@ -190,7 +208,7 @@ def decode(moves: Moves, values: Tensor, wires: Tensor, own: int) -> None:
     _decode[(moves.num_blocks, len(wires))](
         values, wires, *(place - first for place in at), wires.stride(0), moves.numel,
         moves.room.num_bytes, moves.room.num_words, own, half=moves.block // 2,
-        num_warps=_NUM_WARPS,
+        num_warps=_DECODE_WARPS,
     )  # fmt: skip
 
 
