@@ -93,7 +93,7 @@ def _encode(
     low_sizes, high_sizes = _sizes(low), _sizes(high)
     in_low = tl.sum(low_sizes)
     in_both = in_low + tl.sum(high_sizes)
-    # Blocks take their places in the order in which they come, bytes and words at once: each says where it is.
+    # Blocks take their places in the order in which they come, bytes and words at once, and say where.
     taken = (in_both & 0xFFFF).to(tl.int64) | ((in_both >> 16).to(tl.int64) << 32)
     first = tl.atomic_add(needed.to(tl.pointer_type(tl.int64)), taken, sem="relaxed")
     tl.store(starts.to(tl.pointer_type(tl.int64)) + block, first)
