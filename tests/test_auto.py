@@ -203,21 +203,24 @@ def test_a_format_that_sends_more_is_said() -> None:
 
 
 def test_several_replicas_on_a_node_may_send_more_rounded() -> None:
-    """Each of them sends to every other node, where a ring crosses each node's uplink once."""
+    """In one stage each of them sends to every other node, where a ring crosses each node's uplink once."""
     with mics.emulate("p4d.24xlarge:8"), _hearing() as messages:
-        for partition_size, hop2 in ((1, None), (1, "int4"), (2, "int8"), (8, "int8")):
+        for partition_size, hop2, stages in ((1, None, False), (1, "int4", False), (2, "int8", False)):
             compression = mics.Compression(hop2=hop2)  # type: ignore[arg-type]
-            mics.shard(GPT(_SHAPE), partition_size=partition_size, compression=compression)
+            mics.shard(
+                GPT(_SHAPE), partition_size=partition_size, compression=compression, hierarchical=stages
+            )
+        for hop2, owners in (("int8", "world"), ("bf16", "partition")):
+            settings = {"optimizer_sharding": owners, "compression": mics.Compression(hop2=hop2)}  # type: ignore[arg-type]
+            mics.shard(GPT(_SHAPE), partition_size=1, **settings)  # type: ignore[arg-type]
         assert messages == []
-        mics.shard(GPT(_SHAPE), partition_size=1, compression=mics.Compression(hop2="int8"))
-        whole = {"optimizer_sharding": "partition", "compression": mics.Compression(hop2="bf16")}
-        mics.shard(GPT(_SHAPE), partition_size=1, **whole)  # type: ignore[arg-type]
-    assert messages[0] == (
-        "compression: hop2='int8' sends 1.8 times the bytes of None between nodes: each of a node's 8 "
-        "replicas sends to every other node; leave it out, or have fewer replicas on a node by a larger "
-        "partition size"
-    )
-    assert len(messages) == 2
+        flat = {"hierarchical": False, "compression": mics.Compression(hop2="int8")}
+        mics.shard(GPT(_SHAPE), partition_size=1, **flat)  # type: ignore[arg-type]
+    assert messages == [
+        "compression: hop2='int8' sends 1.8 times the bytes of None between nodes: in one stage each of a "
+        "node's 8 replicas sends to every other node; leave it out, or have two stages (hierarchical, as "
+        "many replicas on each node)"
+    ]
 
 
 def _without_parameters() -> tuple[bool, ...]:

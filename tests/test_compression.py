@@ -74,7 +74,7 @@ def _staged() -> bool:
     intra = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     inter = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     both = TwoStageCollectives(
-        intra=_group(intra, "intra"), inter=_group(inter, "inter"), counter=TrafficCounter()
+        axis="partition", intra=_group(intra, "intra"), inter=_group(inter, "inter"), counter=TrafficCounter()
     )
     rows, place = _rows(4 * 200), both.position
     buffer = rows[rank].clone()
@@ -169,7 +169,7 @@ def _beside(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     ("compression", "settings", "share", "apart"),
     [
         ({"hop2": "int8"}, {"partition_size": 2}, 0.2656, 0.05),
-        ({"hop2": "int4"}, {"partition_size": 1}, 0.1334, 0.4),
+        ({"hop2": "int4"}, {"partition_size": 2}, 0.1334, 0.4),
         pytest.param({"hop2": "bf16"}, {"partition_size": 2}, 0.5, 0.03, marks=pytest.mark.full),
         pytest.param(
             {"hop2": "int8", "hop2_error_feedback": False},
@@ -199,6 +199,68 @@ def test_gradients_between_replicas(
         assert {other: n for other, n in sent.items() if other != key} == {
             other: n for other, n in whole.items() if other != key
         }
+
+
+@pytest.mark.parametrize(
+    ("hop2", "ranks", "ranks_per_node", "settings"),
+    [
+        ("int8", 4, 2, {"partition_size": 1}),
+        ("int4", 4, 2, {"partition_size": 1, "optimizer_sharding": "partition"}),
+        pytest.param("int8", 6, 3, {"partition_size": 1, "announced": False}, marks=pytest.mark.full),
+        pytest.param("int8", 8, 4, {"partition_size": 2, "low_memory": True}, marks=pytest.mark.full),
+        pytest.param(
+            "bf16", 8, 4, {"partition_size": 2, "optimizer_sharding": "partition"}, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_replicas_on_a_node_are_added_up_before_rounding(
+    hop2: str, ranks: int, ranks_per_node: int, settings: dict[str, Any]
+) -> None:
+    """Exact inside nodes, rounded once between them: as many bytes leave a node as if it had one replica."""
+    compression = mics.Compression(refresh=None, hop2=hop2)  # type: ignore[arg-type]
+    kwargs = {"kwargs": settings, "ranks_per_node": ranks_per_node}
+    exact = run_ranks(ranks, _train, None, **kwargs)  # type: ignore[arg-type]
+    found = run_ranks(ranks, _train, compression, **kwargs)  # type: ignore[arg-type]
+    replicas, num_nodes = ranks // settings["partition_size"], ranks // ranks_per_node
+    whole = settings.get("optimizer_sharding") == "partition"
+    share = {"int8": 0.2656, "int4": 0.1334, "bf16": 0.5}[hop2]
+    between, inside = (num_nodes - 1) / replicas, (replicas - num_nodes) / replicas
+    for (_, there, sent), (_, expected, before) in zip(found, exact, strict=True):
+        assert 0 < _beside(there, expected) < 0.4
+        kind, times = ("all_reduce", 2) if whole else ("reduce_scatter", 1)
+        nbytes = before["replication", kind] * replicas / (replicas - 1) / times
+        assert sent["inter", "reduce_scatter"] == pytest.approx(between * share * nbytes, rel=0.03)
+        assert sent["intra", "reduce_scatter"] == pytest.approx(inside * nbytes)
+        if whole:  # audits are sent in two stages too
+            assert sent["inter", "all_gather"] == pytest.approx(between * nbytes / 2, rel=0.1)
+            by_link = sent["inter", "all_gather"] + sent["intra", "all_gather"]
+            assert sent["replication", "all_gather"] == by_link
+        else:
+            assert sent["replication", "all_gather"] == before["replication", "all_gather"]
+        assert {key: n for key, n in sent.items() if key[0] == "partition"} == {
+            key: n for key, n in before.items() if key[0] == "partition"
+        }
+
+
+def _whole_on(rank: int | None) -> dict[str, Tensor] | None:
+    """Parameters that the replicas of all nodes hold together."""
+    precision, compression = mics.Precision(param_dtype=torch.bfloat16), mics.Compression(hop2="int8")
+    model = mics.shard(_model(), partition_size=1, precision=precision, compression=compression)
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            param.add_(number)
+    return mics.full_state_dict(model, rank0_only=rank is not None)
+
+
+def test_values_of_replicas_in_two_stages_come_to_one_rank() -> None:
+    expected = run_ranks(4, _whole_on, None, ranks_per_node=2)
+    first, *others = run_ranks(4, _whole_on, 0, ranks_per_node=2)
+    assert first is not None and others == [{}] * 3
+    start = _model().state_dict()
+    for each in (first, *expected):
+        assert each is not None
+        for number, (name, param) in enumerate(_model().named_parameters()):
+            assert torch.equal(each[name], start[name] + number) or not param.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
@@ -310,22 +372,32 @@ def _resumed(folder: str, **settings: Any) -> tuple[list[float], dict[str, Tenso
     return _train(mics.Compression(hop2="int4"), first=4, steps=8, load=folder, **settings)[:2]
 
 
-@pytest.mark.parametrize("optimizer_sharding", ["world", pytest.param("partition", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("optimizer_sharding", "partition_size"),
+    [
+        ("world", 1),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("world", 2), ("partition", 1))),
+    ],
+)
 def test_resumes_to_the_bit(
-    tmp_path: Path, optimizer_sharding: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, optimizer_sharding: str, partition_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what rounding had lost; a run without that is another one. On two ranks it resumes, too."""
     folder, settings = str(tmp_path / "saved"), {"optimizer_sharding": optimizer_sharding}
-    whole_run = run_ranks(4, _interrupted, folder, kwargs={"partition_size": 2, **settings})
+    on_nodes: dict[str, Any] = {
+        "ranks_per_node": 2,
+        "kwargs": {"partition_size": partition_size, **settings},
+    }
+    whole_run = run_ranks(4, _interrupted, folder, **on_nodes)
     assert main(["checkpoint", "show", folder]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^lost in rounding +\d+ .* bfloat16 *$", shown, re.MULTILINE), shown
     assert "\nother" not in shown
-    resumed = run_ranks(4, _resumed, folder, kwargs={"partition_size": 2, **settings})
+    resumed = run_ranks(4, _resumed, folder, **on_nodes)
     for (losses, there), (expected, then) in zip(resumed, whole_run, strict=True):
         assert losses == expected
         assert all(torch.equal(there[name], value) for name, value in then.items())
-    forgetful = run_ranks(4, _without_errors, folder, kwargs={"partition_size": 2, **settings})
+    forgetful = run_ranks(4, _without_errors, folder, **on_nodes)
     assert forgetful[0][0] != whole_run[0][0]
     on_two = run_ranks(2, _resumed, folder, kwargs={"partition_size": 1, **settings})
     assert _beside(on_two[0][1], whole_run[0][1]) < 0.5

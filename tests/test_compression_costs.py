@@ -20,6 +20,7 @@ from mics.cost.shapes import named_shape
 from mics.cost.stages import Shares, hop_2_stages, move_stages, with_moves
 from mics.cost.step_bytes import step_bytes
 from mics.layout.compression import LOSSLESS, UNCOMPRESSED
+from mics.planner.step_costs import StepCosts
 from mics.planner.systems import SYSTEMS, predict
 from mics.train.config import ShardingSettings, TrainConfig
 from mics.train.settings_file import load_settings
@@ -190,6 +191,14 @@ def test_bytes_of_a_step() -> None:
     flat, staged = (replace(_setting(16), hierarchical=stages) for stages in (False, True))
     plain = step_bytes(_setting(16, UNCOMPRESSED), param_nbytes=2)
     assert step_bytes(flat, param_nbytes=2).gathers == pytest.approx(plain.gathers * _INT8_NBYTES / 2)
+    spread = replace(_setting(1), cluster=replace(_NODE, num_nodes=2))
+    plain = step_bytes(replace(spread, compression=UNCOMPRESSED), param_nbytes=2)
+    rounded, in_one = (
+        step_bytes(replace(spread, hierarchical=stages), param_nbytes=2) for stages in (True, False)
+    )
+    assert in_one.hop_2 == pytest.approx(plain.hop_2 * _INT8_NBYTES / 4)
+    assert rounded.hop_2 == pytest.approx(plain.hop_2 * (14 + _INT8_NBYTES / 4) / 15)
+    plain = step_bytes(_setting(16, UNCOMPRESSED), param_nbytes=2)
     # Of 15 chunks one goes to the other node.
     expected = plain.hop_1 * (14 + _INT8_NBYTES / 4) / 15
     assert step_bytes(staged, param_nbytes=2).hop_1 == pytest.approx(expected)
@@ -229,18 +238,23 @@ def test_flags_reach_the_run(
     assert printed in capsys.readouterr().out
 
 
-def test_a_plan_says_where_rounding_sends_more(capsys: pytest.CaptureFixture[str]) -> None:
-    """With eight replicas on a node, where that is the best setting all the same. For several sizes too."""
-    plan = ["plan", "--model", "gpt-350m", "--global-batch", "512", "--cluster", "p4d.24xlarge"]
-    expected = (
-        "mics plan: warning: --hop2 int8: on 4 nodes, with partition size 1, expected fewer bytes between "
-        "nodes, found 1.6 times those without it: each of a node's 8 replicas sends to every other node; "
-        "leave it out, or have a larger partition size, up to 8\n"
-    )
-    assert main([*plan, "--nodes", "1", "4", "--hop2", "int8"]) == 0
-    assert expected in capsys.readouterr().err
-    assert main([*plan, "--nodes", "4"]) == 0
-    assert "times those" not in capsys.readouterr().err
+@pytest.mark.parametrize("over_replicas", [True, False])
+def test_replicas_on_a_node_meet_before_they_round(over_replicas: bool) -> None:
+    """As many rounded bytes leave a node with eight replicas as with one."""
+    found = {}
+    for size in (1, 8):
+        setting = replace(_setting(size), over_replicas=over_replicas)
+        unit = setting.model.units[2]
+        stages = StepCosts(setting).hop_2(unit, whole=not over_replicas)
+        found[size] = [stage.cost.inter_nbytes for stage in stages if stage.cost.inter_nbytes]
+        exact = StepCosts(replace(setting, compression=UNCOMPRESSED)).hop_2(unit, whole=not over_replicas)
+        assert sum(found[size]) < 0.4 * sum(stage.cost.inter_nbytes for stage in exact)
+        links = [stage.link for stage in stages if stage.link != "inter"]
+        assert links == (["intra"] * (1 if over_replicas else 2) if size == 1 else [""] * len(stages))
+    assert found[1] == pytest.approx(found[8], rel=0.01)
+    assert predict(_setting(1)).step_seconds < predict(replace(_setting(1), hierarchical=False)).step_seconds
+    staged = [_setting(1), replace(_setting(1), hierarchical=False)]
+    assert staged[0].division.staged_nbytes == pytest.approx(staged[1].division.staged_nbytes / 8)
 
 
 def test_a_dry_run_counts_what_is_sent(

@@ -171,7 +171,7 @@ def _by_hand(world: World, topology: Topology, counter: TrafficCounter) -> Colle
     flat = over("partition", unstaged)
     if topology.stages(world.rank) is None:
         return flat
-    return TwoStageCollectives(intra=intra, inter=inter, counter=counter)
+    return TwoStageCollectives(axis="partition", intra=intra, inter=inter, counter=counter)
 
 
 # ---------------------------------------------------------------------------------------------

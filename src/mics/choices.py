@@ -40,7 +40,13 @@ _said: set[str] = set()
 def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -> Topology:
     """Who holds what, gathered in one stage or in two. ``talk``: this rank says what the user should know."""
     groups, wanted = settings.partition_groups, settings.hierarchical
-    topology = plan_topology(node_of, partition_groups=groups, hierarchical=wanted is not False)
+    plan = partial(
+        plan_topology,
+        node_of,
+        partition_groups=groups,
+        replicas_in_stages=wanted is not False and _encodes_hop_2(settings),
+    )
+    topology = plan(hierarchical=wanted is not False)
     reason = why_not_two_stage(topology) if wanted is not False else None
     if reason is not None and talk:
         _warn_once(
@@ -49,8 +55,13 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
         )
     chooses = wanted == "auto" and any(topology.two_stage) and settings.sites
     if chooses and not _two_stages_pay(settings, _span(topology)):
-        return plan_topology(node_of, partition_groups=groups, hierarchical=False)
+        return plan(hierarchical=False)
     return topology
+
+
+def _encodes_hop_2(settings: Settings) -> bool:
+    narrow = settings.precision.replica_reduce_dtype
+    return settings.compression.hop2 is not None or (narrow is not None and narrow.itemsize < MASTER_NBYTES)
 
 
 def say_what_does_not_pay(settings: Settings, topology: Topology) -> None:
@@ -73,8 +84,8 @@ def say_what_does_not_pay(settings: Settings, topology: Topology) -> None:
     if times > 1:
         _warn_once(
             f"compression: hop2={compression.hop2!r} sends {times:.1f} times the bytes of None between "
-            f"nodes: each of a node's {span.on_a_node} replicas sends to every other node; leave it out, or "
-            "have fewer replicas on a node by a larger partition size"
+            f"nodes: in one stage each of a node's {span.on_a_node} replicas sends to every other node; "
+            "leave it out, or have two stages (hierarchical, as many replicas on each node)"
         )
 
 
@@ -92,6 +103,7 @@ def _hop_2_times(settings: Settings, topology: Topology) -> float:
         wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in masters),
         exchanges=replicas_exchange(settings, topology),
         whole=settings.optimizer_sharding == "partition",
+        two_stage=topology.replicas_two_stage,
     )
     return rounding_times(hop_2, settings.compression)
 
@@ -198,6 +210,7 @@ def choose_optimizer_sharding(settings: Settings, topology: Topology) -> Literal
         ],
         wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in dtypes),
         compression=settings.compression,
+        hierarchical=topology.replicas_two_stage,
         refresh_nbytes=refresh_nbytes(
             max(_param_nbytes(site, settings) for site in trained),
             lossless=settings.compression.refresh == "lossless",
@@ -230,7 +243,8 @@ def replicas_exchange(settings: Settings, topology: Topology) -> bool:
     """Whether replicas exchange the largest unit sooner by sending each to each than in a ring."""
     numel = max((sum(ref.param.numel() for ref in site.params) for site in settings.sites), default=0)
     nbytes = 4 * numel // topology.partition_size
-    return exchange_pays(settings.cluster, _replica_span(topology), nbytes)
+    span, two_stage = _replica_span(topology), topology.replicas_two_stage
+    return exchange_pays(settings.cluster, span, nbytes, two_stage=two_stage)
 
 
 class Choices:

@@ -109,7 +109,7 @@ def test_new_values_are_never_moves() -> None:
     plain, narrow = (StepCosts(_setting(float8=on)) for on in (False, True))
     unit = _setting(float8=True).model.units[2]
     refreshed = [
-        costs.refresh(each).cost.inter_nbytes
+        sum(stage.cost.inter_nbytes for stage in costs.refresh(each))
         for costs, each in ((plain, replace(unit, in_float8=False)), (narrow, unit))
     ]
     assert refreshed[1] / refreshed[0] == pytest.approx(1 / 0.66, rel=0.02)

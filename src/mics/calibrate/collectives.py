@@ -52,7 +52,7 @@ class Groups:
         if num_nodes > 1:
             found["inter"] = inter
         if ranks_per_node > 1 and num_nodes > 1:
-            found["world"] = TwoStageCollectives(intra=intra, inter=inter, counter=counter)
+            found["world"] = TwoStageCollectives(axis="world", intra=intra, inter=inter, counter=counter)
         return cls(num_nodes=num_nodes, ranks_per_node=ranks_per_node, collectives=found)
 
     def span(self, division: Division) -> Span:

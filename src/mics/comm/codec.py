@@ -42,6 +42,10 @@ class Codec(Protocol):
         """How sums go on to all members, where all of them need all."""
         ...
 
+    def of_part(self, index: int, count: int) -> Codec:
+        """For one of ``count`` equal parts of what this is for."""
+        ...
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -66,6 +70,9 @@ class Cast:
 
     @property
     def of_sums(self) -> Codec:
+        return self
+
+    def of_part(self, index: int, count: int) -> Codec:
         return self
 
     def _format(self, dtype: torch.dtype) -> torch.dtype:

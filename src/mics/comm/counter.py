@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Traffic:
     """What one rank has sent since its model was sharded. Keys are ``(axis, kind)``.
 
-    Axes are ``partition``, ``replication`` and ``world``; a partition group over several nodes is also
-    counted by link, as ``intra`` and ``inter``. Bytes are those a bandwidth-optimal algorithm sends.
+    Axes are ``partition``, ``replication`` and ``world``; groups that two stages serve are also counted by
+    link, as ``intra`` and ``inter``. Bytes are those a bandwidth-optimal algorithm sends.
     """
 
     calls: dict[tuple[str, str], int]

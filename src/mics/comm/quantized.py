@@ -104,6 +104,9 @@ class Quantized:
         """Nobody keeps what is lost of sums, and all members need the same."""
         return Cast(torch.bfloat16)
 
+    def of_part(self, index: int, count: int) -> Codec:
+        return self
+
     def parts(self, wires: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Codes (uint8) and scales of ``numel`` values: [..., n]."""
         first = self.codes_nbytes(numel)
@@ -172,6 +175,9 @@ class WithErrors:
     @property
     def of_sums(self) -> Codec:
         return self.codec.of_sums
+
+    def of_part(self, index: int, count: int) -> Codec:
+        return WithErrors(self.codec, self.errors.view(count, -1)[index])
 
 
 def encode_with_errors(codec: Codec, wires: Tensor, values: Tensor, errors: Tensor) -> None:

@@ -15,7 +15,7 @@ from mics.comm.uneven import TwoStageUneven
 
 
 class TwoStageCollectives:
-    """A partition group over N nodes of k ranks, with ownership order ``l*N + n``.
+    """A group over N nodes of k ranks, with ownership order ``l*N + n``.
 
     Because the chunks of equal local rank ``l`` are neighbours in that order, neither direction copies::
 
@@ -23,15 +23,19 @@ class TwoStageCollectives:
         reduce:  intra adds up block l over the node, inter adds up this rank's chunk over the nodes
 
     Each chunk crosses the network once per node, (p - k)/p of a unit into each, instead of once per rank.
+    A codec encodes between nodes alone.
     """
 
     reduces_first = "intra"
 
-    def __init__(self, *, intra: GroupCollectives, inter: GroupCollectives, counter: TrafficCounter) -> None:
+    def __init__(
+        self, *, axis: str, intra: GroupCollectives, inter: GroupCollectives, counter: TrafficCounter
+    ) -> None:
+        self._axis = axis
         self._intra = intra
         self._inter = inter
         self._counter = counter
-        self.uneven = TwoStageUneven(intra=intra.uneven, inter=inter.uneven, counter=counter)
+        self.uneven = TwoStageUneven(axis=axis, intra=intra.uneven, inter=inter.uneven, counter=counter)
 
     @property
     def size(self) -> int:
@@ -70,16 +74,27 @@ class TwoStageCollectives:
         inter = [(out, block) for block, (out, _) in zip(blocks, pairs, strict=True)]
         return (
             ("intra", partial(self._intra.reduce_together, intra, label)),
-            ("inter", partial(self._inter.reduce_together, inter, label, codec)),
+            ("inter", partial(self._inter.reduce_together, inter, label, self._of_block(codec))),
         )
 
     def all_reduce_stages(
         self, tensors: Sequence[Tensor], label: str, codec: Codec = PLAIN
     ) -> Sequence[tuple[str, Action]]:
+        """Of tensors that all members divide: each adds up its block, and between nodes with its peers."""
+        chunks = [tensor.view(self.size, -1)[self.position] for tensor in tensors]
+        self._count("reduce_scatter", chunks, codec)
+        self._count("all_gather", chunks, codec.of_sums)
+        blocks = [self._block(tensor) for tensor in tensors]
+        inside = list(zip(blocks, tensors, strict=True))
+        whole = list(zip(tensors, blocks, strict=True))
         return (
-            ("intra", partial(self._intra.all_reduce_together, tensors, label, codec)),
-            ("inter", partial(self._inter.all_reduce_together, tensors, label, codec)),
+            ("intra", partial(self._intra.reduce_together, inside, label)),
+            ("inter", partial(self._inter.all_reduce_together, blocks, label, self._of_block(codec))),
+            ("intra", partial(self._intra.gather_together, whole, label)),
         )
+
+    def _of_block(self, codec: Codec) -> Codec:
+        return codec.of_part(self._intra.position, self._intra.size)
 
     def _count(self, kind: str, chunks: Sequence[Tensor], codec: Codec) -> None:
         """What this rank sends of chunks that have the size of ``chunks``."""
@@ -89,14 +104,14 @@ class TwoStageCollectives:
             inside * chunk.nbytes + between * codec.wire_nbytes(chunk.numel(), chunk.dtype)
             for chunk in chunks
         )
-        self._counter.add("partition", kind, nbytes)
+        self._counter.add(self._axis, kind, nbytes)
 
     def _block(self, whole: Tensor) -> Tensor:
         """The chunks that the ranks with this local rank own together."""
         return whole.view(self._intra.size, -1)[self._intra.position]
 
     def all_reduce(self, tensor: Tensor, label: str, *, maximum: bool = False) -> None:
-        self._counter.add("partition", "all_reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        self._counter.add(self._axis, "all_reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
         self._intra.all_reduce(tensor, label, maximum=maximum)
         self._inter.all_reduce(tensor, label, maximum=maximum)
 

@@ -67,7 +67,8 @@ class TwoStageUneven:
     To one member: everything goes to its node first, to the ranks of equal local rank, and from there to it.
     """
 
-    def __init__(self, *, intra: GroupUneven, inter: GroupUneven, counter: TrafficCounter) -> None:
+    def __init__(self, *, axis: str, intra: GroupUneven, inter: GroupUneven, counter: TrafficCounter) -> None:
+        self._axis = axis
         self._intra = intra
         self._inter = inter
         self._counter = counter
@@ -90,7 +91,7 @@ class TwoStageUneven:
         own = range(self._position, self._position + 1)
         num_targets = self._size - 1 if to is None else int(to != self._position)
         kind = "all_gather" if to is None else "gather"
-        self._counter.add("partition", kind, num_targets * sum(part(own).nbytes for part in tensors))
+        self._counter.add(self._axis, kind, num_targets * sum(part(own).nbytes for part in tensors))
         first = self._intra.position * num_nodes
         inter = [partial(_in_block, part, first) for part in tensors]
         intra = [partial(_of_blocks, part, num_nodes) for part in tensors]

@@ -27,7 +27,7 @@ from mics.comm.protocol import Collectives
 from mics.comm.two_stage import TwoStageCollectives
 from mics.cost.clusters import Cluster
 from mics.errors import CollectiveError, MicsError, SettingsError
-from mics.layout.topology import Topology
+from mics.layout.topology import Stages, Topology
 
 
 @dataclass
@@ -184,10 +184,7 @@ class World:
         maker = _Maker(world=self, topology=topology, counter=counter, overlap=overlap)
         gathers, reductions = ("partition",) * 2 if share_links else ("gather", "reduce")
         gather, reduce = maker.partition(gathers), maker.partition(reductions)
-        replication = maker.over(
-            "replication", topology.replication_groups(), "replicas", exchange=exchange_replicas
-        )
-        assert replication.position == topology.piece(self.rank), "torch ordered a group differently"
+        replication = maker.replication("replicas", exchange=exchange_replicas)
         # Models share process groups, so they share lanes: one order of actions for each group.
         lanes = self._lanes.setdefault((device, overlap), Lanes(device, overlap=overlap))
         world = maker.over("world", [tuple(range(self.size))])
@@ -251,21 +248,41 @@ class _Maker:
 
     def partition(self, purpose: str) -> Collectives:
         """Over this rank's partition group, in two stages where the topology says so."""
-        topology, rank = self.topology, self.world.rank
-        stages = [topology.stages(each) for each in range(self.world.size)]
-        flat_groups = [
-            g for g, staged in zip(topology.partition_groups, topology.two_stage, strict=True) if not staged
-        ]
-        intra_groups = sorted({s.intra for s in stages if s is not None})
-        inter_groups = sorted({s.inter for s in stages if s is not None})
-        flat = self.over("partition", flat_groups, purpose)
-        intra = self.over("intra", intra_groups, f"{purpose} intra")
-        inter = self.over("inter", inter_groups, f"{purpose} inter")
-        found: Collectives = flat
-        if stages[rank] is not None:
-            found = TwoStageCollectives(intra=intra, inter=inter, counter=self.counter)
-        assert found.position == topology.chunk(rank), "torch ordered a group differently"
+        topology = self.topology
+        stages = [topology.stages(rank) for rank in range(self.world.size)]
+        found = self._in_stages("partition", topology.partition_groups, stages, purpose)
+        assert found.position == topology.chunk(self.world.rank), "torch ordered a group differently"
         return found
+
+    def replication(self, purpose: str, *, exchange: bool) -> Collectives:
+        """Over this rank's replication group, likewise. ``exchange``: where replicas are on several nodes."""
+        topology = self.topology
+        stages = [topology.replica_stages(rank) for rank in range(self.world.size)]
+        groups = topology.replication_groups()
+        found = self._in_stages("replication", groups, stages, purpose, exchange=exchange)
+        assert found.position == topology.piece(self.world.rank), "torch ordered a group differently"
+        return found
+
+    def _in_stages(
+        self,
+        axis: str,
+        groups: Sequence[tuple[int, ...]],
+        stages: Sequence[Stages | None],
+        purpose: str,
+        *,
+        exchange: bool = False,
+    ) -> Collectives:
+        """``stages``: of each rank. Groups whose ranks have none are served in one."""
+        flat = self.over(
+            axis, [each for each in groups if stages[each[0]] is None], purpose, exchange=exchange
+        )
+        intra_groups = sorted({each.intra for each in stages if each is not None})
+        inter_groups = sorted({each.inter for each in stages if each is not None})
+        intra = self.over("intra", intra_groups, f"{purpose} intra")
+        inter = self.over("inter", inter_groups, f"{purpose} inter", exchange=exchange)
+        if stages[self.world.rank] is None:
+            return flat
+        return TwoStageCollectives(axis=axis, intra=intra, inter=inter, counter=self.counter)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, Span, cost
 from mics.cost.compute import UPDATE_NBYTES
 from mics.cost.memory import MASTER_NBYTES
-from mics.cost.stages import WHOLE, Shares, hop_2_stages, move_stages
+from mics.cost.stages import WHOLE, Shares, hop_2_stages, move_stages, refresh_stages, replicas_two_stage
 from mics.layout.compression import UNCOMPRESSED, Compression
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
@@ -70,13 +70,15 @@ def batch_nbytes(cluster: Cluster, span: Span, kind: Kind = Kind.ALL_GATHER) -> 
     return int(latency_nbytes(cluster, span, kind) / _LATENCY_SHARE)
 
 
-def exchange_pays(cluster: Cluster, span: Span, nbytes: int) -> bool:
+def exchange_pays(cluster: Cluster, span: Span, nbytes: int, *, two_stage: bool = False) -> bool:
     """Whether ``nbytes`` are reduced, or gathered, sooner by an exchange of chunks than by a ring.
 
     Both send the same bytes. An exchange is one hop instead of one for each member; but it needs a connection
     of everybody to everybody, so it must save something, and messages must be large enough for the network to
-    carry them at its speed.
+    carry them at its speed. Of two stages it is the one between nodes.
     """
+    if two_stage:
+        span, nbytes = span.between, nbytes // span.on_a_node
     if span.size == 1 or nbytes / span.size < _LEAST_MESSAGE_NBYTES:
         return False
     exchange, ring = (cost(cluster, kind, span, nbytes) for kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER))
@@ -98,6 +100,8 @@ class Turn:
     """Of a gradient's element between replicas, where nothing is rounded."""
     compression: Compression = UNCOMPRESSED
     """How hop 2 rounds."""
+    hierarchical: bool = True
+    """What is rounded may go between nodes once, where replicas fill nodes."""
     refresh_nbytes: float = 2
     """Of a new parameter on its way to a replica."""
     other_seconds: float = 0.0
@@ -136,25 +140,32 @@ class Turn:
     def _across(self, kind: Kind) -> list[float]:
         """Seconds of each unit's chunk across replicas, by a ring or an exchange: the largest decides."""
         largest = MASTER_NBYTES * max(self.numels, default=0) // self.partition_size
-        exchanges = exchange_pays(self.cluster, self.replication, largest)
+        exchanges = exchange_pays(self.cluster, self.replication, largest, two_stage=self._two_stage)
         known = {numel: self._chunk_seconds(kind, numel, exchanges) for numel in set(self.numels)}
         return [known[numel] for numel in self.numels]
 
     def _chunk_seconds(self, kind: Kind, numel: int, exchanges: bool) -> float:
         if kind is Kind.ALL_GATHER:
             nbytes = int(self.refresh_nbytes * numel) // self.partition_size
-            kind = Kind.ALL_TO_ALL if exchanges else kind
-            return cost(self.cluster, kind, self.replication, nbytes).seconds
-        stages = hop_2_stages(
-            self.cluster,
-            self.replication,
-            numel / self.partition_size,
-            wire_nbytes=self.wire_nbytes,
-            compression=self.compression,
-            exchanges=exchanges,
-            whole=kind is Kind.ALL_REDUCE,
-        )
+            stages = refresh_stages(
+                self.cluster, self.replication, nbytes, exchanges=exchanges, two_stage=self._two_stage
+            )
+        else:
+            stages = hop_2_stages(
+                self.cluster,
+                self.replication,
+                numel / self.partition_size,
+                wire_nbytes=self.wire_nbytes,
+                compression=self.compression,
+                exchanges=exchanges,
+                whole=kind is Kind.ALL_REDUCE,
+                two_stage=self._two_stage,
+            )
         return sum(stage.seconds for stage in stages)
+
+    @property
+    def _two_stage(self) -> bool:
+        return self.hierarchical and replicas_two_stage(self.replication, self.compression)
 
 
 def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, low_memory: bool = False) -> int:

@@ -94,6 +94,16 @@ class Span:
         per_node = Counter(nodes)
         return cls(size=len(nodes), num_nodes=len(per_node), on_a_node=min(per_node.values()))
 
+    @property
+    def inside(self) -> Span:
+        """One node's members."""
+        return replace(self, size=self.on_a_node, num_nodes=1)
+
+    @property
+    def between(self) -> Span:
+        """A member of each node."""
+        return replace(self, size=self.num_nodes, on_a_node=1)
+
 
 def cost(cluster: Cluster, kind: Kind, span: Span, nbytes: int) -> Cost:
     """Seconds and bytes of one collective over a group that lies on the cluster as ``span`` says."""

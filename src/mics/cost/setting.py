@@ -14,7 +14,7 @@ from mics.cost.compute import Device
 from mics.cost.depth import MicroStep, reduction_share
 from mics.cost.memory import ADAM_NBYTES, Division, Keeping, Terms, memory_terms
 from mics.cost.shapes import ModelShape, UnitShape
-from mics.cost.stages import Shares, staged_nbytes
+from mics.cost.stages import Shares, replicas_two_stage, staged_nbytes
 from mics.layout.compression import LOSSLESS, Compression
 
 _PARAM: Final = 2  # bytes
@@ -118,6 +118,11 @@ class Setting:
         )
 
     @cached_property
+    def replicas_two_stage(self) -> bool:
+        """Whether replicas meet in two stages: as the engine decides it."""
+        return self.hierarchical and replicas_two_stage(self.replication, self.compression)
+
+    @cached_property
     def two_stage(self) -> bool:
         """Whether units are gathered in two stages: as the engine decides it."""
         if not self.hierarchical or self.partition.num_nodes == 1 or self.partition.on_a_node == 1:
@@ -211,6 +216,7 @@ class Setting:
                 wire_nbytes=self.wire_nbytes,
                 two_stage=self.two_stage,
                 whole=not self.over_replicas,
+                replicas_staged=self.replication.on_a_node if self.replicas_two_stage else 1,
             ),
             move_nbytes=MOVED_SHARE * self.param_nbytes if self.sends_moves or self.moves_old else 0.0,
         )

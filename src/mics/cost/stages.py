@@ -68,11 +68,9 @@ def move_stages(
     """
     if not two_stage:
         return [_between_nodes(cluster, kind, span, nbytes, share)]
-    inter = Span(size=span.num_nodes, num_nodes=span.num_nodes, on_a_node=1)
-    intra = Span(size=span.on_a_node, num_nodes=1, on_a_node=span.on_a_node)
     stages = [
-        _between_nodes(cluster, kind, inter, nbytes // span.on_a_node, share, "inter"),
-        Stage(cost=cost(cluster, kind, intra, nbytes), link="intra"),
+        _between_nodes(cluster, kind, span.between, nbytes // span.on_a_node, share, "inter"),
+        Stage(cost=cost(cluster, kind, span.inside, nbytes), link="intra"),
     ]
     return stages if kind is Kind.ALL_GATHER else stages[::-1]
 
@@ -104,12 +102,29 @@ def hop_2_stages(
     compression: Compression,
     exchanges: bool,
     whole: bool,
+    two_stage: bool = False,
 ) -> list[Stage]:
     """Of ``numel`` gradients across replicas.
 
     ``wire_nbytes``: of one, where nothing is rounded. ``exchanges``: replicas send each to each instead of in
-    a ring. ``whole``: every replica needs all sums.
+    a ring. ``whole``: every replica needs all sums. ``two_stage``: a node's replicas add theirs up before.
     """
+    if two_stage:
+        nbytes = int(_GRADIENT * numel)
+        between = hop_2_stages(
+            cluster,
+            span.between,
+            numel / span.on_a_node,
+            wire_nbytes=wire_nbytes,
+            compression=compression,
+            exchanges=exchanges,
+            whole=whole,
+        )
+        found = [Stage(cost=cost(cluster, Kind.REDUCE_SCATTER, span.inside, nbytes), link="intra")]
+        found += [replace(stage, link="inter") for stage in between]
+        if whole:
+            found.append(Stage(cost=cost(cluster, Kind.ALL_GATHER, span.inside, nbytes), link="intra"))
+        return found
     if compression.hop2 is None:
         kind = Kind.ALL_REDUCE if whole else Kind.ALL_TO_ALL if exchanges else Kind.REDUCE_SCATTER
         return [Stage(cost=cost(cluster, kind, span, int(wire_nbytes * numel)))]
@@ -135,11 +150,29 @@ def hop_2_stages(
     return found
 
 
+def refresh_stages(
+    cluster: Cluster, span: Span, nbytes: int, *, exchanges: bool, two_stage: bool = False
+) -> list[Stage]:
+    """Of ``nbytes`` of new parameters, from each replica to the others."""
+    kind = Kind.ALL_TO_ALL if exchanges else Kind.ALL_GATHER
+    if not two_stage:
+        return [Stage(cost=cost(cluster, kind, span, nbytes))]
+    return [
+        Stage(cost=cost(cluster, kind, span.between, nbytes // span.on_a_node), link="inter"),
+        Stage(cost=cost(cluster, Kind.ALL_GATHER, span.inside, nbytes), link="intra"),
+    ]
+
+
+def replicas_two_stage(span: Span, compression: Compression) -> bool:
+    """Whether replicas meet in two stages: what is rounded is exchanged, once for a node is enough."""
+    return compression.hop2 is not None and span.num_nodes > 1 and span.on_a_node > 1
+
+
 def rounding_times(hop_2: Callable[..., Sequence[Stage]], compression: Compression) -> float:
     """How many times the bytes of exact gradients rounded ones send between nodes.
 
-    They are exchanged: each of a node's replicas sends to every other node. A ring crosses the uplink once.
-    ``hop_2``: ``hop_2_stages`` of all but ``compression``.
+    In one stage they are exchanged: each of a node's replicas sends to every other node. A ring crosses the
+    uplink once. ``hop_2``: ``hop_2_stages`` of all but ``compression`` and ``two_stage``.
     """
     rounded, exact = (
         sum(stage.cost.inter_nbytes for stage in hop_2(compression=each))
@@ -156,12 +189,17 @@ def with_moves(cluster: Cluster, stages: Sequence[Stage], *, own_nbytes: float, 
     return found
 
 
-def hop_2_nbytes(compression: Compression, wire_nbytes: int, *, whole: bool) -> float:
-    """Of a gradient between replicas: in a reduction, and in a gather where all need the sum."""
+def hop_2_nbytes(
+    compression: Compression, wire_nbytes: int, span: Span, *, whole: bool, two_stage: bool
+) -> float:
+    """That a rank sends for each gradient of its shard: to be added up, and where all need sums once more."""
     found = compression.hop_2_nbytes(wire_nbytes)
-    if not whole:
-        return found
-    return found + (wire_nbytes if compression.hop2 is None else _SUM_NBYTES)
+    if whole:
+        found += wire_nbytes if compression.hop2 is None else _SUM_NBYTES
+    if not two_stage:
+        return found * (span.size - 1) / span.size
+    inside = (2 if whole else 1) * _GRADIENT
+    return (found * (span.num_nodes - 1) + inside * (span.size - span.num_nodes)) / span.size
 
 
 def staged_nbytes(
@@ -173,8 +211,12 @@ def staged_nbytes(
     wire_nbytes: int,
     two_stage: bool,
     whole: bool,
+    replicas_staged: int = 1,
 ) -> float:
-    """Of an element of the largest unit: what is rounded waits in memory of its own, sent and received."""
+    """Of an element of the largest unit: what is rounded waits in memory of its own, sent and received.
+
+    ``replicas_staged``: replicas of a node, where each rounds its share of what they have added up.
+    """
     found, staged = 0.0, partition.on_a_node if two_stage else 1
     if partition.num_nodes > 1:
         if compression.inter_gather is not None:
@@ -183,7 +225,7 @@ def staged_nbytes(
             found += 2 * compression.inter_reduce_nbytes(wire_nbytes) / staged
     if num_replicas > 1 and compression.hop2 is not None:
         wire = compression.hop_2_nbytes(wire_nbytes)
-        found += (wire + max(wire, _SUM_NBYTES if whole else 0)) / partition.size
+        found += (wire + max(wire, _SUM_NBYTES if whole else 0)) / (partition.size * replicas_staged)
     return found
 
 

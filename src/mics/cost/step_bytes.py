@@ -37,7 +37,13 @@ def step_bytes(setting: Setting, *, param_nbytes: int) -> StepBytes:
     gathered = _gathered(setting, [unit.numel for unit in units]) - gathered_in_float8
     between = (replicas - 1) / replicas
     shard = forward / p
-    hop_2 = hop_2_nbytes(setting.compression, setting.wire_nbytes, whole=not setting.over_replicas)
+    hop_2 = hop_2_nbytes(
+        setting.compression,
+        setting.wire_nbytes,
+        setting.replication,
+        whole=not setting.over_replicas,
+        two_stage=setting.replicas_two_stage,
+    )
     shares = Shares.of(setting.compression, param_nbytes=param_nbytes, wire_nbytes=setting.wire_nbytes)
     fresh = setting.refresh_nbytes(param_nbytes) * (forward - in_float8) + in_float8
     return StepBytes(
@@ -47,7 +53,7 @@ def step_bytes(setting: Setting, *, param_nbytes: int) -> StepBytes:
         )
         / p,
         hop_1=setting.accumulation * _chunks(setting, shares.reduce) / p * forward * setting.wire_nbytes,
-        hop_2=between * shard * hop_2,
+        hop_2=shard * hop_2,
         refresh=between * fresh / p if setting.over_replicas else 0.0,
     )
 

@@ -29,7 +29,11 @@ def expected_wire_nbytes(
         nbytes += _reduced(trained, num_nodes, is_staged=stages is not None, over_gloo=mesh.over_gloo)
     if mesh.groups.replication.size > 1:
         over_replicas = any(unit.share.masters_over_replicas for unit in units)
-        nbytes += _between_replicas(trained, mesh, over_replicas=over_replicas)
+        replica_stages = topology.replica_stages(rank)
+        num_nodes = topology.num_replicas if replica_stages is None else len(replica_stages.inter)
+        nbytes += _between_replicas(trained, mesh, num_nodes, over_replicas=over_replicas)
+        if replica_stages is not None and mesh.over_gloo:
+            nbytes += max((spec.layout.chunk_numel * spec.grad_dtype.itemsize for spec in trained), default=0)
     return nbytes
 
 
@@ -55,16 +59,19 @@ def _reduced(trained: Sequence[UnitSpec], num_nodes: int, *, is_staged: bool, ov
     return inside + between + sent
 
 
-def _between_replicas(trained: Sequence[UnitSpec], mesh: MeshCollectives, *, over_replicas: bool) -> int:
+def _between_replicas(
+    trained: Sequence[UnitSpec], mesh: MeshCollectives, num_members: int, *, over_replicas: bool
+) -> int:
     received = sent = 0
     for spec in trained:
         codec, dtype = spec.hop_2, spec.grad_dtype
         is_encoded = codec.changes(dtype)
+        whole = num_members * codec.wire_nbytes(spec.layout.piece_numel, dtype)
         if is_encoded:
-            sent = max(sent, spec.hop_2_nbytes)
+            sent = max(sent, whole)
             if not over_replicas:
                 sums = codec.of_sums.wire_nbytes(spec.layout.piece_numel, dtype)
-                sent = max(sent, spec.layout.num_pieces * sums)
+                sent = max(sent, num_members * sums)
         if is_encoded or mesh.over_gloo or (mesh.exchanges_replicas and over_replicas):
-            received = max(received, spec.hop_2_nbytes)
+            received = max(received, whole)
     return received + sent

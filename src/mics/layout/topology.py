@@ -21,7 +21,7 @@ from mics.errors import SettingsError
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The two process groups a rank uses when its partition group spans whole nodes."""
+    """The two process groups a rank uses when its group spans whole nodes."""
 
     intra: tuple[int, ...]  # ranks of this node, by local index l
     inter: tuple[int, ...]  # ranks with the same l, by node index n
@@ -34,6 +34,7 @@ class Topology:
     node_of: tuple[int, ...]  # node of each rank
     partition_groups: tuple[tuple[int, ...], ...]
     two_stage: tuple[bool, ...]  # for each partition group: ordered by l*N + n over N > 1 nodes
+    replicas_two_stage: bool = False  # so are all replication groups
 
     def ranks_beside(self, rank: int) -> int:
         """How many ranks the node of ``rank`` has, itself counted."""
@@ -73,8 +74,10 @@ class Topology:
         return self.replication_group(rank).index(rank)
 
     def replication_groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each chunk, the ranks that own it, in order of rank: torch's groups are in that order."""
-        return tuple(tuple(sorted(ranks)) for ranks in zip(*self.partition_groups, strict=True))
+        """For each chunk, the ranks that own it, by piece: in order of rank, as torch has it, or l*N + n."""
+        owners = zip(*self.partition_groups, strict=True)
+        hierarchical = self.replicas_two_stage
+        return tuple(_ownership_order(ranks, self.node_of, hierarchical=hierarchical)[0] for ranks in owners)
 
     def replication_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that own the same chunk as ``rank``."""
@@ -83,9 +86,14 @@ class Topology:
     def stages(self, rank: int) -> Stages | None:
         """The intra and inter groups of ``rank``, or None where one flat collective serves."""
         replica = self.replica(rank)
-        if not self.two_stage[replica]:
-            return None
-        blocks = _blocks_by_node(sorted(self.partition_groups[replica]), self.node_of)
+        return self._stages(rank, self.partition_groups[replica]) if self.two_stage[replica] else None
+
+    def replica_stages(self, rank: int) -> Stages | None:
+        """Likewise of its replication group."""
+        return self._stages(rank, self.replication_group(rank)) if self.replicas_two_stage else None
+
+    def _stages(self, rank: int, group: Sequence[int]) -> Stages:
+        blocks = _blocks_by_node(group, self.node_of)
         node, local = next((n, block.index(rank)) for n, block in enumerate(blocks) if rank in block)
         return Stages(intra=tuple(blocks[node]), inter=tuple(block[local] for block in blocks))
 
@@ -113,8 +121,13 @@ def plan_topology(
     partition_size: int | None = None,
     partition_groups: Sequence[Sequence[int]] | None = None,
     hierarchical: bool = True,
+    replicas_in_stages: bool = False,
 ) -> Topology:
-    """Split the world into partition groups of consecutive ranks, or take the groups as given."""
+    """Split the world into partition groups of consecutive ranks, or take the groups as given.
+
+    ``replicas_in_stages``: gradients between replicas are encoded, so they are first added up inside nodes,
+    where replication groups fill nodes.
+    """
     world_size = len(node_of)
     if partition_groups is None:
         if partition_size is None:
@@ -125,10 +138,13 @@ def plan_topology(
         ]
     check_partition_groups(partition_groups, world_size)
     ordered = [_ownership_order(group, node_of, hierarchical=hierarchical) for group in partition_groups]
+    owners = list(zip(*(ranks for ranks, _ in ordered), strict=True))
+    replicas = [_ownership_order(each, node_of, hierarchical=replicas_in_stages) for each in owners]
     return Topology(
         node_of=tuple(node_of),
         partition_groups=tuple(ranks for ranks, _ in ordered),
         two_stage=tuple(two_stage for _, two_stage in ordered),
+        replicas_two_stage=all(two_stage for _, two_stage in replicas),
     )
 
 

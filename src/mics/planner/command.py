@@ -29,13 +29,12 @@ from mics.planner.goodput import Faults, goodput
 from mics.planner.hardware import planned_cluster
 from mics.planner.run_file import doubts_about_data, write_run_file
 from mics.planner.search import MAX_NODES, Request, divided_batch, nearest, search
-from mics.planner.step_costs import StepCosts
 from mics.planner.sweep import Size, Sweep, sweep_as_dict
 from mics.planner.text import show, show_sweep
 from mics.utils.command_line import parse
 from mics.utils.extras import require
 from mics.utils.global_batch import AskedBatch, GlobalBatch
-from mics.utils.numbers import TokenCount, plural
+from mics.utils.numbers import TokenCount
 from mics.utils.progress import long_work
 
 _MODELS = (
@@ -256,22 +255,6 @@ def _say_what_is_assumed(config: PlanConfig, cluster: Cluster) -> None:
         print(f"mics plan: warning: --cluster {config.cluster}: {assumed}", file=sys.stderr)
 
 
-def _say_what_sends_more(config: PlanConfig, found: Answer | Sweep) -> None:
-    """Rounding that saves nothing in a best setting. On stderr, too."""
-    answers = [each for _, each in found.possible] if isinstance(found, Sweep) else [found]
-    for setting in (each.best.setting for each in answers):
-        times = StepCosts(setting).rounding_times()
-        if times > 1:
-            cluster, replicas = setting.cluster, setting.replication.on_a_node
-            print(
-                f"mics plan: warning: --hop2 {config.hop2}: on {plural(cluster.num_nodes, 'node')}, with "
-                f"partition size {setting.partition_size}, expected fewer bytes between nodes, found "
-                f"{times:.1f} times those without it: each of a node's {replicas} replicas sends to every "
-                f"other node; leave it out, or have a larger partition size, up to {cluster.ranks_per_node}",
-                file=sys.stderr,
-            )
-
-
 def _check_sizes(config: PlanConfig, model: ModelShape, cluster: Cluster) -> None:
     """Raise if the cluster or the batch is larger than anybody's."""
     if cluster.num_nodes > MAX_NODES:
@@ -393,7 +376,6 @@ def _common_batch(config: PlanConfig, model: ModelShape, cluster: Cluster) -> Gl
 
 def _publish(found: Answer | Sweep, config: PlanConfig) -> int:
     """Print it, and write the page."""
-    _say_what_sends_more(config, found)
     if config.output.json:
         shown = sweep_as_dict(found) if isinstance(found, Sweep) else as_dict(found)
         print(json.dumps(shown, indent=2, allow_nan=False))

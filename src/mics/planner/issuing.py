@@ -154,7 +154,7 @@ class Issuer:
             return after
         done = after
         for stage in self.costs.hop_2(unit, whole=not self.spreads_masters):
-            done = self._transfer("replicas", f"hop 2 of {unit.name}", stage, [done])
+            done = self._transfer(_between_replicas(stage), f"hop 2 of {unit.name}", stage, [done])
         return done
 
     def _transfer(self, stream: str, name: str, stage: Stage, after: Sequence[Task | None]) -> Task:
@@ -213,8 +213,10 @@ class Issuer:
         """New parameters of a unit for the other replicas."""
         setting = self.setting
         if unit.numel and self.spreads_masters and setting.num_replicas > 1:
-            stage = self.costs.refresh(unit)
-            self.refreshed[index] = self._transfer("replicas", f"new {unit.name}", stage, [update])
+            found = update
+            for stage in self.costs.refresh(unit):
+                found = self._transfer(_between_replicas(stage), f"new {unit.name}", stage, [found])
+            self.refreshed[index] = found
 
     def _move_old(self, unit: UnitShape, after: Sequence[Task | None]) -> Task:
         """New parameters of a unit that stays, from node to node as moves: it is not gathered again."""
@@ -232,3 +234,8 @@ class Issuer:
             for stage in self.costs.moves(Kind.ALL_GATHER, self.setting.param_nbytes * numel):
                 found = self.program.transfer(f"gather {stage.link}", "new parameters", stage.cost, [found])
         self.computed.append(self.program.compute("wait", 0.0, [found]))
+
+
+def _between_replicas(stage: Stage) -> str:
+    """The stream."""
+    return f"replicas {stage.link}".strip()

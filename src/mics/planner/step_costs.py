@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 
 from mics.cost.auto import Turn, exchange_pays
-from mics.cost.collectives import Kind, cost
+from mics.cost.collectives import Kind
 from mics.cost.memory import ADAM_NBYTES, MASTER_NBYTES
 from mics.cost.setting import MOVED_SHARE, Setting
 from mics.cost.shapes import UnitShape
-from mics.cost.stages import Stage, hop_2_stages, move_stages, rounding_times, with_moves
+from mics.cost.stages import Stage, hop_2_stages, move_stages, refresh_stages, with_moves
 
 
 class StepCosts:
@@ -68,36 +67,35 @@ class StepCosts:
         """A unit's gradients across replicas. ``whole``: each needs all of them."""
         key = unit.numel, whole
         if key not in self._hop_2:
-            self._hop_2[key] = self._hop_2_of(*key)(compression=self._setting.compression)
+            setting = self._setting
+            self._hop_2[key] = hop_2_stages(
+                setting.cluster,
+                setting.replication,
+                unit.numel / setting.partition_size,
+                wire_nbytes=setting.wire_nbytes,
+                compression=setting.compression,
+                exchanges=self._exchanges,
+                whole=whole,
+                two_stage=setting.replicas_two_stage,
+            )
         return self._hop_2[key]
 
-    def _hop_2_of(self, numel: int, whole: bool) -> Callable[..., list[Stage]]:
-        """For any compression."""
-        setting = self._setting
-        return partial(
-            hop_2_stages,
-            setting.cluster,
-            setting.replication,
-            numel / setting.partition_size,
-            wire_nbytes=setting.wire_nbytes,
-            exchanges=self._exchanges,
-            whole=whole,
-        )
-
-    def refresh(self, unit: UnitShape) -> Stage:
+    def refresh(self, unit: UnitShape) -> list[Stage]:
         """A unit's new parameters across replicas. What is in float8 goes as it is."""
         setting, p = self._setting, self._setting.partition_size
         numel = (unit.numel - unit.float8_numel) / p
-        kind = Kind.ALL_TO_ALL if self._exchanges else Kind.ALL_GATHER
         nbytes = setting.refresh_nbytes(setting.param_nbytes) * numel + unit.float8_numel / p
-        stage = Stage(cost=cost(setting.cluster, kind, setting.replication, int(nbytes)))
-        if not setting.sends_moves:
-            return stage
-        values = setting.param_nbytes * numel
-        (found,) = with_moves(
-            setting.cluster, [stage], own_nbytes=values / setting.num_replicas, nbytes=values
+        stages = refresh_stages(
+            setting.cluster,
+            setting.replication,
+            int(nbytes),
+            exchanges=self._exchanges,
+            two_stage=setting.replicas_two_stage,
         )
-        return found
+        if not setting.sends_moves:
+            return stages
+        values = setting.param_nbytes * numel
+        return with_moves(setting.cluster, stages, own_nbytes=values / setting.num_replicas, nbytes=values)
 
     def move_old(self, unit: UnitShape) -> list[Stage]:
         """New parameters of a unit that stays, to the ranks of the partition group."""
@@ -109,18 +107,13 @@ class StepCosts:
             nbytes=values,
         )
 
-    def rounding_times(self) -> float:
-        """How many times the bytes of exact gradients rounded ones send between nodes, across replicas."""
-        setting = self._setting
-        hop_2 = self._hop_2_of(setting.model.largest_numel, not setting.over_replicas)
-        return rounding_times(hop_2, setting.compression)
-
     @cached_property
     def _exchanges(self) -> bool:
         """Replicas send each to each, instead of in a ring."""
         setting = self._setting
         largest = 4 * setting.model.largest_numel // setting.partition_size
-        return exchange_pays(setting.cluster, setting.replication, largest)
+        two_stage = setting.replicas_two_stage
+        return exchange_pays(setting.cluster, setting.replication, largest, two_stage=two_stage)
 
 
 def whole_masters_pay(setting: Setting) -> bool:
@@ -138,6 +131,7 @@ def whole_masters_pay(setting: Setting) -> bool:
         backwards=backwards,
         wire_nbytes=setting.wire_nbytes,
         compression=setting.compression,
+        hierarchical=setting.hierarchical,
         refresh_nbytes=setting.refresh_nbytes(setting.param_nbytes),
         other_seconds=(setting.accumulation - 1) * (sum(forwards) + sum(backwards)),
     ).whole_masters_pay()

@@ -1,7 +1,7 @@
 """Measuring a run: loss, speed, memory and the bytes sent, by kind of group and by link."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -76,10 +76,12 @@ def sent_bytes(traffic: Traffic, topology: Topology, rank: int) -> SentBytes:
     Two-stage collectives are counted by link. Of a group that one collective serves, as large a share goes to
     other nodes as has its members there.
     """
-    by_axis = {"replication": topology.replication_group(rank), "world": range(topology.world_size)}
+    by_axis: dict[str, Sequence[int]] = {"world": range(topology.world_size)}
     intra, inter = float(traffic.axis_nbytes("intra")), float(traffic.axis_nbytes("inter"))
     if topology.stages(rank) is None:
         by_axis["partition"] = topology.partition_group(rank)
+    if topology.replica_stages(rank) is None:
+        by_axis["replication"] = topology.replication_group(rank)
     for axis, ranks in by_axis.items():
         nbytes, node = traffic.axis_nbytes(axis), topology.node_of[rank]
         away = sum(topology.node_of[other] != node for other in ranks) / max(1, len(ranks) - 1)
