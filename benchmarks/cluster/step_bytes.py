@@ -2,8 +2,8 @@
 
     python -m benchmarks.cluster run --hosts 2 --ranks 2 --rate 1gbit -- -m benchmarks.cluster.step_bytes
 
-Partition groups fill one host each, and the other hosts hold replicas. So what crosses an uplink is hop 2 and
-the new parameters. Parameters are bfloat16 over float32 masters. The interface counts, so headers,
+Partition groups fill one host each, and the other hosts hold replicas; with a smaller ``--partition-size`` a host
+holds several. What crosses an uplink is hop 2 and the new parameters. Parameters are bfloat16 over float32 masters. The interface counts, so headers,
 acknowledgements, heartbeats and what ranks agree on at each boundary are in the figures.
 
 With ``--equal-steps N`` a model also trains N steps with and without lossless refreshes: all losses,
@@ -43,7 +43,13 @@ _LEARNING_RATE: Final = 3e-4
 class Training:
     """A byte-level GPT on the bundled text."""
 
-    def __init__(self, compression: mics.Compression | None, hidden_size: int, layers: int) -> None:
+    def __init__(
+        self,
+        compression: mics.Compression | None,
+        hidden_size: int,
+        layers: int,
+        partition_size: int | None = None,
+    ) -> None:
         torch.manual_seed(0)
         shape = GPTConfig(
             num_layers=layers,
@@ -55,7 +61,7 @@ class Training:
         )
         self.model = mics.shard(
             GPT(shape),
-            partition_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            partition_size=partition_size or int(os.environ["LOCAL_WORLD_SIZE"]),
             precision=mics.Precision(param_dtype=torch.bfloat16),
             compression=compression,
         )
@@ -91,7 +97,7 @@ class Training:
 
 def bytes_of_a_step(args: argparse.Namespace, name: str) -> list[float]:
     """That each host sends, as a mean over ``--steps`` that follow the first ones."""
-    trained = Training(COMPRESSIONS[name], args.hidden_size, args.layers)
+    trained = Training(COMPRESSIONS[name], args.hidden_size, args.layers, args.partition_size)
     trained.steps(args.first)
     sent = uplink_nbytes_of(lambda: trained.steps(args.steps)).sent_nbytes / args.steps
     of_ranks: list[float] = [0.0] * dist.get_world_size()
@@ -115,6 +121,7 @@ def main() -> None:
     )
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--partition-size", type=int, help="default: a host's ranks")
     parser.add_argument("--first", type=int, default=4, help="steps before those that count (default 4)")
     parser.add_argument("--steps", type=int, default=4, help="that count (default 4)")
     parser.add_argument("--with", dest="names", nargs="+", choices=list(COMPRESSIONS), metavar="NAME")

@@ -68,6 +68,7 @@ def shard(
         mesh: a 2-D ``DeviceMesh`` (replicas outside, partition inside) instead of ``partition_size``.
         hierarchical: gather and reduce in two stages where a partition group has as many ranks on each of
             several nodes: where the cost model says that it pays ("auto"), always (True) or never (False).
+            Replicas on one node meet before what they send is rounded, unless this is False.
         optimizer_sharding: "world" divides masters and optimizer state over partition x replication,
             "partition" over the partition group alone, which takes more memory. "auto": the latter where the
             cost model says that it saves time (narrow gradients, recomputed units, several replicas) and

@@ -28,9 +28,10 @@ class Compression:
     take more than expected cost a second collective, with the values. None: the values.
 
     ``hop2``: the format of gradients between replicas. "int8" and "int4" have a bfloat16 scale for each 64
-    values, and sums are made in float32. With ``hop2_error_feedback`` what a rank's rounding lost is kept, in
-    bfloat16, and added to what it sends in the next step; checkpoints have it. Without it integers are
-    rounded at random, so that none is lost on average.
+    values, and sums are made in float32. Replicas on one node add theirs up before anything is rounded. With
+    ``hop2_error_feedback`` what a rank's rounding lost is kept, in bfloat16, and added to what it sends in
+    the next step; checkpoints have it. Without it integers are rounded at random, so that none is lost on
+    average.
 
     ``inter_gather`` and ``inter_reduce``: "int8" for parameters and gradients that a partition group sends
     from node to node. With two stages (``hierarchical``) nothing is rounded inside nodes.
