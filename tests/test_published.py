@@ -483,7 +483,7 @@ def test_a_second_run_of_a_day_keeps_what_the_first_measured(
 
 
 def test_what_is_no_best_setting_any_more_stays_measured(tmp_path: Path) -> None:
-    """A planner that has changed since the morning asks for other settings; pages still quote the first ones."""
+    """A planner that changes asks for other settings, and pages still quote the first ones."""
     job, _ = jobs_of(BY_KEY["gpt-100b/mics-scaling"])
     once = measured_of(job, {"step_seconds": [3.0] * 3})
     again = replace(once, step_seconds=2.0)
