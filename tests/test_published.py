@@ -482,13 +482,24 @@ def test_a_second_run_of_a_day_keeps_what_the_first_measured(
     assert measured_before("gpt-175b", tmp_path) == whole
 
 
+def test_what_is_no_best_setting_any_more_stays_measured(tmp_path: Path) -> None:
+    """A planner that changes asks for other settings, and pages still quote the first ones."""
+    job, _ = jobs_of(BY_KEY["gpt-100b/mics-scaling"])
+    once = measured_of(job, {"step_seconds": [3.0] * 3})
+    again = replace(once, step_seconds=2.0)
+    other = replace(once, command=once.command.replace("--micro-batch 4", "--micro-batch 8"))
+    for measured in ((once, other), (again,)):
+        file = write(replace(_result("gpt-100b"), measured=measured), tmp_path)
+    assert read(file)[0].measured == (again, other)
+
+
 def test_the_whole_trillion_is_in_its_row() -> None:
     """A run of all layers counts before one that was scaled."""
     found = newest("gpt-1t", RESULTS)
     assert found is not None
     row = BY_KEY["gpt-1t/mics"]
     whole = trillion.measured_whole(RESULTS)
-    assert [each for each in found.measured if each.key == row.key] == list(whole)
+    assert [each for each in found.measured if each.key == row.key and each.role == "row"] == list(whole)
     assert found.emulated(row) is not None
 
 

@@ -133,11 +133,17 @@ def error_of(row: Row, found: Range | None) -> str:
 
 
 def write(result: Result, folder: Path) -> Path:
-    """Into the file of today and this hardware, in place of what it has of the experiment."""
+    """Into the file of today and this hardware, in place of what it has of the experiment.
+
+    What was measured today in settings that are no system's best any more stays: other pages quote it.
+    """
     file = dated_file(folder, THEME, None if result.measured else PLANNER)
     found = _read(file) if file.exists() else {}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found[result.experiment] = replace(result, made=now)
+    again = {each.command for each in result.measured}
+    before = found[result.experiment].measured if result.experiment in found else ()
+    measured = (*result.measured, *(each for each in before if each.command not in again))
+    found[result.experiment] = replace(result, measured=measured, made=now)
     file.write_text(json.dumps({name: asdict(each) for name, each in found.items()}, indent=1))
     return file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from mics.bench.command import bench_together
 from mics.bench.config import BenchConfig, Training
 from mics.bench.job import Job
 from mics.bench.models import BENCH_MODELS
+from mics.bench.mps import mps_note
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
 from mics.bench.provenance import caveats, compute_and_network, emulated_title
 from mics.bench.summary import Row, agree, summarise, verdict
@@ -196,8 +198,11 @@ def test_bench_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     settings = (
         "--model gpt-tiny --cluster p4d.24xlarge:2 --systems mics hsdp --warmup 0 --steps 1 --repeats 1"
     )
-    assert main(["bench", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    with patch("mics.bench.command.mps_note", return_value="A daemon is running"):
+        assert main(["bench", *settings.split(), "--device", "cpu", "--out", str(tmp_path)]) == 0
+    printed, warned = capsys.readouterr()
+    assert "Warning: A daemon is running" in warned
+    assert "- A daemon is running\n" in (tmp_path / "bench.md").read_text()
     assert "Losses are not compared" in printed and "from one timed step nobody knows the noise" in printed
     assert "gpt-tiny, emulated: compute of this CPU (" in printed
     assert "network of p4d.24xlarge:2" in printed
@@ -372,6 +377,28 @@ def test_figures_of_another_device_say_so() -> None:
         assert emulated_title([find_cluster("dgx-h100:2")], "cuda") == (
             "emulated: compute of this NVIDIA H200, network of dgx-h100:2"
         )
+
+
+def test_a_daemon_that_slows_emulated_steps_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's MPS, by the pipe that it reads. A killed one leaves a pipe that nobody reads."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    pipe = tmp_path / "control"
+    cluster = find_cluster("p4d.24xlarge:1")
+    on_gpu, on_cpu, on_ranks = (
+        interleave(["mics"], [(replace(JOB, device=device), place)], repeats=1, record=False)
+        for device, place in (("cuda", cluster), ("cpu", cluster), ("cuda", 8))
+    )
+    assert mps_note(on_gpu) == ""
+    os.mkfifo(pipe)
+    assert mps_note(on_gpu) == ""
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert f"({pipe})" in mps_note(on_gpu) and "echo quit | nvidia-cuda-mps-control" in mps_note(on_gpu)
+        assert mps_note(on_cpu) == mps_note(on_ranks) == ""
+    finally:
+        os.close(reader)
 
 
 def test_a_device_with_more_memory_says_what_the_emulated_one_lacks() -> None:

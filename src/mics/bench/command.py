@@ -24,6 +24,7 @@ from mics.bench.config import BenchConfig, EmulateConfig
 from mics.bench.depths import too_few, with_whole_models
 from mics.bench.job import Job
 from mics.bench.measure import measure
+from mics.bench.mps import mps_note
 from mics.bench.plan import Outcome, Run, RunPlan, interleave
 from mics.bench.provenance import (
     batch_of,
@@ -61,6 +62,7 @@ def bench(args: Sequence[str]) -> int:
     _make_folder(config.out)
     runs = interleave(config.systems, rows_of(config), repeats=config.repeats, record=config.on == "emulated")
     _warn_of_few_blocks(runs)
+    noted = _warn_of_mps(runs)
     plan = RunPlan(
         runs=_on_clocks(runs, config.training.as_gpu),
         num_warmup_steps=config.warmup,
@@ -80,7 +82,7 @@ def bench(args: Sequence[str]) -> int:
         finally:
             signal.signal(signal.SIGTERM, before)
     rows = summarise(*with_whole_models(plan.runs, outcomes), _peak())
-    return _publish(rows, config, shlex.join(["mics", "bench", *args]))
+    return _publish(rows, config, shlex.join(["mics", "bench", *args]), noted)
 
 
 def bench_together(calls: Sequence[Sequence[str]]) -> list[list[Row]]:
@@ -97,6 +99,7 @@ def bench_together(calls: Sequence[Sequence[str]]) -> list[list[Row]]:
         runs += [replace(run, number=ends[-1] + run.number) for run in own]
         ends.append(len(runs))
     first = configs[0]
+    _warn_of_mps(runs)
     plan = RunPlan(
         runs=_on_clocks(tuple(runs), first.training.as_gpu),
         num_warmup_steps=first.warmup,
@@ -122,6 +125,7 @@ def emulate(args: Sequence[str]) -> int:
     check_partition_size(config.partition_size, cluster.world_size)
     runs = interleave([config.system], [(job, cluster) for job in jobs], repeats=1, record=True)
     _warn_of_few_blocks(runs)
+    _warn_of_mps(runs)
     plan = RunPlan(
         runs=_on_clocks(runs, config.training.as_gpu),
         num_warmup_steps=config.warmup,
@@ -158,8 +162,20 @@ def _warn_of_few_blocks(runs: Sequence[Run]) -> None:
     shallowest = min(run.job.model.num_layers for run in runs)
     shallow = [run for run in runs if run.job.model.num_layers == shallowest]
     for few in sorted({few for run in shallow if (few := too_few(run))}):
-        line = f"Warning: {few}; the blocks run, but the whole model gets no row"
-        Console(stderr=True, emoji=False).print(line, markup=False, highlight=False, style="yellow")
+        _warn(f"{few}; the blocks run, but the whole model gets no row")
+
+
+def _warn_of_mps(runs: Sequence[Run]) -> list[str]:
+    """Before the first run. What stands under the table too."""
+    note = mps_note(runs)
+    if note:
+        _warn(note)
+    return [note] if note else []
+
+
+def _warn(line: str) -> None:
+    console = Console(stderr=True, emoji=False)
+    console.print(f"Warning: {line}", markup=False, highlight=False, style="yellow")
 
 
 def _make_folder(folder: Path) -> None:
@@ -257,12 +273,12 @@ def _as_rank(plan: RunPlan, config: BenchConfig) -> list[Outcome] | None:
     return outcomes
 
 
-def _publish(rows: list[Row], config: BenchConfig, command: str) -> int:
+def _publish(rows: list[Row], config: BenchConfig, command: str, noted: Sequence[str]) -> int:
     """Print the table and write it in every form."""
     title = _title(rows, config)
     console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(terminal_table(rows, title=title))
-    said = [*_batches(rows, config), *verdict(rows)]
+    said = [*noted, *_batches(rows, config), *verdict(rows)]
     clusters = [row.run.cluster for row in rows if row.run.cluster is not None]
     said += caveats(clusters, rows[0].run.job.device, [row.run.clock for row in rows]) if clusters else []
     for line in said:
