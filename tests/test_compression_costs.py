@@ -148,7 +148,7 @@ def test_moves_take_memory_and_kernels() -> None:
         own_nbytes=14e6,
         nbytes=6e9,
     )
-    assert stage.encode_seconds == pytest.approx(0.11e-3, rel=0.05), "as measured"
+    assert 505e9 < 14e6 / stage.encode_seconds < 532e9, "as measured"
     assert 627e9 < 6e9 / stage.decode_seconds < 644e9, "as measured"
 
 

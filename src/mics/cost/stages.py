@@ -20,8 +20,8 @@ _SUM_NBYTES: Final = 2  # of a sum that goes to all replicas: bfloat16
 _GRADIENT: Final = 4  # bytes, float32
 _ERROR: Final = 2  # bytes, of what rounding has lost
 # Bytes of 16-bit values a second, of those that memory reads or writes: as measured alone on an H200
-# (benchmarks/results/moves_h200_2026-11-18.md).
-_MAKING_MOVES: Final = 0.026
+# (benchmarks/results/moves_h200_2026-11-19.md).
+_MAKING_MOVES: Final = 0.109
 _APPLYING_MOVES: Final = 0.132
 
 
