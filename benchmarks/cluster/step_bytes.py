@@ -3,9 +3,9 @@
     python -m benchmarks.cluster run --hosts 2 --ranks 2 --rate 1gbit -- -m benchmarks.cluster.step_bytes
 
 Partition groups fill one host each, and the other hosts hold replicas; with a smaller ``--partition-size`` a
-host holds several. What crosses an uplink is hop 2 and the new parameters. Parameters are bfloat16 over float32
-masters. The interface counts, so headers, acknowledgements, heartbeats and what ranks agree on at each boundary
-are in the figures.
+host holds several. What crosses an uplink is hop 2 and the new parameters. Parameters are bfloat16 over
+float32 masters. The interface counts, so headers, acknowledgements, heartbeats and what ranks agree on at
+each boundary are in the figures.
 
 With ``--equal-steps N`` a model also trains N steps with and without lossless refreshes: all losses,
 parameters and optimizer states must be the same to the bit.
