@@ -219,7 +219,7 @@ def test_several_replicas_on_a_node_may_send_more_rounded() -> None:
     assert messages == [
         "compression: hop2='int8' sends 1.8 times the bytes of None between nodes: in one stage each of a "
         "node's 8 replicas sends to every other node; leave it out, or have two stages (hierarchical, as "
-        "many replicas on each node)"
+        "many replicas on each node, ranks numbered node by node)"
     ]
 
 

@@ -242,23 +242,31 @@ def test_replicas_on_a_node_are_added_up_before_rounding(
         }
 
 
-def _whole_on(rank: int | None) -> dict[str, Tensor] | None:
-    """Parameters that the replicas of all nodes hold together."""
+def _whole_on(rank: int | None, partition_size: int) -> dict[str, Tensor]:
+    """Parameters that the replicas of all nodes hold together, on all ranks or on one."""
     precision, compression = mics.Precision(param_dtype=torch.bfloat16), mics.Compression(hop2="int8")
-    model = mics.shard(_model(), partition_size=1, precision=precision, compression=compression)
+    model = mics.shard(_model(), partition_size=partition_size, precision=precision, compression=compression)
     with torch.no_grad():
         for number, param in enumerate(model.parameters()):
             param.add_(number)
-    return mics.full_state_dict(model, rank0_only=rank is not None)
+    return {name: value.clone() for name, value in mics.iter_full_params(model, rank=rank)}
 
 
-def test_values_of_replicas_in_two_stages_come_to_one_rank() -> None:
-    expected = run_ranks(4, _whole_on, None, ranks_per_node=2)
-    first, *others = run_ranks(4, _whole_on, 0, ranks_per_node=2)
-    assert first is not None and others == [{}] * 3
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node", "partition_size", "receiver"),
+    [
+        (4, 2, 1, None),
+        (4, 2, 1, 1),
+        pytest.param(6, 3, 1, 5, marks=pytest.mark.full),
+        pytest.param(8, 4, 2, 6, marks=pytest.mark.full),
+    ],
+)
+def test_values_of_replicas_in_two_stages_come_together(
+    ranks: int, ranks_per_node: int, partition_size: int, receiver: int | None
+) -> None:
+    found = run_ranks(ranks, _whole_on, receiver, partition_size, ranks_per_node=ranks_per_node)
     start = _model().state_dict()
-    for each in (first, *expected):
-        assert each is not None
+    for each in found if receiver is None else [found[receiver]]:
         for number, (name, param) in enumerate(_model().named_parameters()):
             assert torch.equal(each[name], start[name] + number) or not param.requires_grad
 

@@ -252,6 +252,10 @@ def test_replicas_on_a_node_meet_before_they_round(over_replicas: bool) -> None:
         links = [stage.link for stage in stages if stage.link != "inter"]
         assert links == (["intra"] * (1 if over_replicas else 2) if size == 1 else [""] * len(stages))
     assert found[1] == pytest.approx(found[8], rel=0.01)
+    narrow = replace(_setting(1, UNCOMPRESSED), wire_nbytes=2, over_replicas=over_replicas)
+    sent = sum(stage.cost.inter_nbytes for stage in StepCosts(narrow).hop_2(unit, whole=not over_replicas))
+    assert sum(found[1]) < sent < 0.6 * sum(stage.cost.inter_nbytes for stage in exact)
+    assert narrow.replicas_two_stage and not SYSTEMS["hsdp"].adapt(narrow).replicas_two_stage
     assert predict(_setting(1)).step_seconds < predict(replace(_setting(1), hierarchical=False)).step_seconds
     staged = [_setting(1), replace(_setting(1), hierarchical=False)]
     assert staged[0].division.staged_nbytes == pytest.approx(staged[1].division.staged_nbytes / 8)

@@ -85,14 +85,16 @@ def say_what_does_not_pay(settings: Settings, topology: Topology) -> None:
         _warn_once(
             f"compression: hop2={compression.hop2!r} sends {times:.1f} times the bytes of None between "
             f"nodes: in one stage each of a node's {span.on_a_node} replicas sends to every other node; "
-            "leave it out, or have two stages (hierarchical, as many replicas on each node)"
+            "leave it out, or have two stages (hierarchical, as many replicas on each node, ranks "
+            "numbered node by node)"
         )
 
 
 def _hop_2_times(settings: Settings, topology: Topology) -> float:
     """How many times the bytes of None rounded gradients send between nodes, of the largest site."""
     trained = [ref.param for site in settings.sites for ref in site.params if ref.param.requires_grad]
-    if topology.num_replicas == 1 or settings.compression.hop2 is None or not trained:
+    rounds = settings.compression.hop2 is not None and not topology.replicas_two_stage
+    if topology.num_replicas == 1 or not rounds or not trained:
         return 0.0
     masters = {settings.precision.dtype_of_master(param.dtype) for param in trained}
     hop_2 = partial(
@@ -103,7 +105,6 @@ def _hop_2_times(settings: Settings, topology: Topology) -> float:
         wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in masters),
         exchanges=replicas_exchange(settings, topology),
         whole=settings.optimizer_sharding == "partition",
-        two_stage=topology.replicas_two_stage,
     )
     return rounding_times(hop_2, settings.compression)
 
@@ -210,7 +211,7 @@ def choose_optimizer_sharding(settings: Settings, topology: Topology) -> Literal
         ],
         wire_nbytes=max(settings.precision.dtype_of_hop_2(dtype).itemsize for dtype in dtypes),
         compression=settings.compression,
-        hierarchical=topology.replicas_two_stage,
+        two_stage=topology.replicas_two_stage,
         refresh_nbytes=refresh_nbytes(
             max(_param_nbytes(site, settings) for site in trained),
             lossless=settings.compression.refresh == "lossless",

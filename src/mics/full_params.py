@@ -306,9 +306,14 @@ class _Way:
 
     def held(self, unit: Unit, source: _Source) -> range:
         """The flat positions of a unit that come to lie on this rank."""
+        layout = unit.spec.layout
         if not self.in_partition_group:
-            return source.span
-        chunks, layout = self.groups.gather.holds(self.to_chunk), unit.spec.layout
+            if not self.over_replicas:
+                return source.span
+            pieces, chunk = self.groups.replication.holds(self.to_piece), unit.share.chunk
+            first, last = layout.piece_span(chunk, pieces.start), layout.piece_span(chunk, pieces.stop - 1)
+            return range(first.start, last.stop)
+        chunks = self.groups.gather.holds(self.to_chunk)
         return range(layout.chunk_span(chunks.start).start, layout.chunk_span(chunks.stop - 1).stop)
 
     def bring(self, parcels: Sequence[_Parcel], label: str) -> Iterator[Ticket]:

@@ -12,7 +12,7 @@ from mics.cost.clusters import Cluster
 from mics.cost.collectives import Kind, Span, cost
 from mics.cost.compute import UPDATE_NBYTES
 from mics.cost.memory import MASTER_NBYTES
-from mics.cost.stages import WHOLE, Shares, hop_2_stages, move_stages, refresh_stages, replicas_two_stage
+from mics.cost.stages import WHOLE, Shares, hop_2_stages, move_stages, refresh_stages
 from mics.layout.compression import UNCOMPRESSED, Compression
 
 _LATENCY_SHARE: Final = 0.05  # of a collective's time that may be latency before it is worth waiting for more
@@ -100,8 +100,8 @@ class Turn:
     """Of a gradient's element between replicas, where nothing is rounded."""
     compression: Compression = UNCOMPRESSED
     """How hop 2 rounds."""
-    hierarchical: bool = True
-    """What is rounded may go between nodes once, where replicas fill nodes."""
+    two_stage: bool = False
+    """Replicas meet on their nodes first."""
     refresh_nbytes: float = 2
     """Of a new parameter on its way to a replica."""
     other_seconds: float = 0.0
@@ -140,7 +140,7 @@ class Turn:
     def _across(self, kind: Kind) -> list[float]:
         """Seconds of each unit's chunk across replicas, by a ring or an exchange: the largest decides."""
         largest = MASTER_NBYTES * max(self.numels, default=0) // self.partition_size
-        exchanges = exchange_pays(self.cluster, self.replication, largest, two_stage=self._two_stage)
+        exchanges = exchange_pays(self.cluster, self.replication, largest, two_stage=self.two_stage)
         known = {numel: self._chunk_seconds(kind, numel, exchanges) for numel in set(self.numels)}
         return [known[numel] for numel in self.numels]
 
@@ -148,7 +148,7 @@ class Turn:
         if kind is Kind.ALL_GATHER:
             nbytes = int(self.refresh_nbytes * numel) // self.partition_size
             stages = refresh_stages(
-                self.cluster, self.replication, nbytes, exchanges=exchanges, two_stage=self._two_stage
+                self.cluster, self.replication, nbytes, exchanges=exchanges, two_stage=self.two_stage
             )
         else:
             stages = hop_2_stages(
@@ -159,13 +159,9 @@ class Turn:
                 compression=self.compression,
                 exchanges=exchanges,
                 whole=kind is Kind.ALL_REDUCE,
-                two_stage=self._two_stage,
+                two_stage=self.two_stage,
             )
         return sum(stage.seconds for stage in stages)
-
-    @property
-    def _two_stage(self) -> bool:
-        return self.hierarchical and replicas_two_stage(self.replication, self.compression)
 
 
 def prefetch_units(gathers: Sequence[float], computes: Sequence[float], *, low_memory: bool = False) -> int:

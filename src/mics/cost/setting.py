@@ -52,6 +52,8 @@ class Setting:
     prefetch: int | None = None
     hierarchical: bool = True
     """Gather in two stages where that pays, as the engine does."""
+    rings: bool = False
+    """Replicas reduce in the backend's own way, whatever the format."""
     fused: bool = True
     """Kernels of today; False: of 2022, which also save the scores of attention."""
 
@@ -120,7 +122,8 @@ class Setting:
     @cached_property
     def replicas_two_stage(self) -> bool:
         """Whether replicas meet in two stages: as the engine decides it."""
-        return self.hierarchical and replicas_two_stage(self.replication, self.compression)
+        stages = replicas_two_stage(self.replication, self.compression, self.wire_nbytes)
+        return stages and self.hierarchical and not self.rings
 
     @cached_property
     def two_stage(self) -> bool:

@@ -117,7 +117,7 @@ def hop_2_stages(
             numel / span.on_a_node,
             wire_nbytes=wire_nbytes,
             compression=compression,
-            exchanges=exchanges,
+            exchanges=exchanges or wire_nbytes < _GRADIENT,  # what is narrower is added up as float32
             whole=whole,
         )
         found = [Stage(cost=cost(cluster, Kind.REDUCE_SCATTER, span.inside, nbytes), link="intra")]
@@ -163,16 +163,17 @@ def refresh_stages(
     ]
 
 
-def replicas_two_stage(span: Span, compression: Compression) -> bool:
-    """Whether replicas meet in two stages: what is rounded is exchanged, once for a node is enough."""
-    return compression.hop2 is not None and span.num_nodes > 1 and span.on_a_node > 1
+def replicas_two_stage(span: Span, compression: Compression, wire_nbytes: int) -> bool:
+    """Whether replicas meet in two stages: what is not float32 is exchanged, once for a node is enough."""
+    encodes = compression.hop2 is not None or wire_nbytes < _GRADIENT
+    return encodes and span.num_nodes > 1 and span.on_a_node > 1
 
 
 def rounding_times(hop_2: Callable[..., Sequence[Stage]], compression: Compression) -> float:
     """How many times the bytes of exact gradients rounded ones send between nodes.
 
     In one stage they are exchanged: each of a node's replicas sends to every other node. A ring crosses the
-    uplink once. ``hop_2``: ``hop_2_stages`` of all but ``compression`` and ``two_stage``.
+    uplink once. ``hop_2``: ``hop_2_stages`` in one stage, of all but ``compression``.
     """
     rounded, exact = (
         sum(stage.cost.inter_nbytes for stage in hop_2(compression=each))

@@ -130,7 +130,9 @@ class ReplicaAudit:
             self._begin()
             self._raise_together(before or self._conclude())
         nbytes = sum(unit.param_shard.numel() * unit.param_shard.element_size() for unit in self._units)
-        return AuditReport(step=self._num_steps, ranks=self._ranks, num_units=len(self._units), nbytes=nbytes)
+        return AuditReport(
+            step=self._num_steps, ranks=tuple(sorted(self._ranks)), num_units=len(self._units), nbytes=nbytes
+        )
 
     def _raise_together(self, difference: ReplicaError | None) -> None:
         """A difference in one replication group is an error in all: they would wait for its ranks."""
@@ -206,9 +208,9 @@ def _difference(
         else:
             found.append(f"{units} different on {_names(ranks)}")
     return ReplicaError(
-        f"replicas differ: expected {_names(group)} to hold equal parameters after optimizer step {step}, "
-        f"found {'; '.join(found)}. Either parameters were edited on some ranks only, or through .data "
-        "(edit them on all ranks alike under torch.no_grad(), or in mics.summon_full_params(model, "
+        f"replicas differ: expected {_names(sorted(group))} to hold equal parameters after optimizer step "
+        f"{step}, found {'; '.join(found)}. Either parameters were edited on some ranks only, or through "
+        ".data (edit them on all ranks alike under torch.no_grad(), or in mics.summon_full_params(model, "
         "write=True)), or the memory or arithmetic of a device is faulty: take that rank's out. What was "
         "trained since the last audit is not to be trusted: go on from a checkpoint of before",
         ranks=tuple(sorted({rank for ranks in by_ranks for rank in ranks})),

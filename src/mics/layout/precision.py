@@ -20,8 +20,9 @@ class Precision:
     ``param_dtype``: what modules compute with and what is all-gathered. ``None`` means bfloat16 on CUDA and
     each parameter's own dtype on the CPU. ``reduce_dtype``: what gradients travel in inside the partition
     group (hop 1). They are always accumulated over micro-steps in ``float32``. ``replica_reduce_dtype``: what
-    they travel in between replicas (hop 2); ``None`` means the dtype they are accumulated in. A narrower one
-    is widened before anything is added. ``master_dtype``: what the optimizer updates.
+    they travel in between replicas (hop 2), of different nodes where a node has several; ``None`` means the
+    dtype they are accumulated in. A narrower one is widened before anything is added.
+    ``master_dtype``: what the optimizer updates.
     """
 
     param_dtype: torch.dtype | None = None

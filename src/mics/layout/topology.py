@@ -75,6 +75,10 @@ class Topology:
 
     def replication_groups(self) -> tuple[tuple[int, ...], ...]:
         """For each chunk, the ranks that own it, by piece: in order of rank, as torch has it, or l*N + n."""
+        return self._replication_groups
+
+    @cached_property
+    def _replication_groups(self) -> tuple[tuple[int, ...], ...]:
         owners = zip(*self.partition_groups, strict=True)
         hierarchical = self.replicas_two_stage
         return tuple(_ownership_order(ranks, self.node_of, hierarchical=hierarchical)[0] for ranks in owners)
@@ -85,17 +89,22 @@ class Topology:
 
     def stages(self, rank: int) -> Stages | None:
         """The intra and inter groups of ``rank``, or None where one flat collective serves."""
-        replica = self.replica(rank)
-        return self._stages(rank, self.partition_groups[replica]) if self.two_stage[replica] else None
+        return self._stages.get(rank)
 
     def replica_stages(self, rank: int) -> Stages | None:
         """Likewise of its replication group."""
-        return self._stages(rank, self.replication_group(rank)) if self.replicas_two_stage else None
+        return self._replica_stages.get(rank)
 
-    def _stages(self, rank: int, group: Sequence[int]) -> Stages:
-        blocks = _blocks_by_node(group, self.node_of)
-        node, local = next((n, block.index(rank)) for n, block in enumerate(blocks) if rank in block)
-        return Stages(intra=tuple(blocks[node]), inter=tuple(block[local] for block in blocks))
+    @cached_property
+    def _stages(self) -> dict[int, Stages]:
+        groups = [
+            group for group, staged in zip(self.partition_groups, self.two_stage, strict=True) if staged
+        ]
+        return _stages_of(groups, self.node_of)
+
+    @cached_property
+    def _replica_stages(self) -> dict[int, Stages]:
+        return _stages_of(self.replication_groups() if self.replicas_two_stage else (), self.node_of)
 
 
 def why_not_two_stage(topology: Topology) -> str | None:
@@ -185,6 +194,19 @@ def _ownership_order(
     if not (hierarchical and fills_nodes and in_order):
         return tuple(ranks), False
     return tuple(block[local] for local in range(num_local) for block in blocks), True
+
+
+def _stages_of(groups: Sequence[Sequence[int]], node_of: Sequence[int]) -> dict[int, Stages]:
+    """By rank."""
+    found: dict[int, Stages] = {}
+    for group in groups:
+        blocks = _blocks_by_node(group, node_of)
+        peers = list(zip(*blocks, strict=True))
+        for block in map(tuple, blocks):
+            found |= {
+                rank: Stages(intra=block, inter=inter) for rank, inter in zip(block, peers, strict=True)
+            }
+    return found
 
 
 def _blocks_by_node(ranks: Sequence[int], node_of: Sequence[int]) -> list[list[int]]:

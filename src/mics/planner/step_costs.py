@@ -131,7 +131,7 @@ def whole_masters_pay(setting: Setting) -> bool:
         backwards=backwards,
         wire_nbytes=setting.wire_nbytes,
         compression=setting.compression,
-        hierarchical=setting.hierarchical,
+        two_stage=setting.replicas_two_stage,
         refresh_nbytes=setting.refresh_nbytes(setting.param_nbytes),
         other_seconds=(setting.accumulation - 1) * (sum(forwards) + sum(backwards)),
     ).whole_masters_pay()

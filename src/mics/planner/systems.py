@@ -132,6 +132,7 @@ class SimulatedSystem:
             prefetch=setting.prefetch if self.prefetch is None else self.prefetch,
             state_on_host=setting.state_on_host and self.style.spreads_masters,
             compression=setting.compression if self.style.spreads_masters else UNCOMPRESSED,
+            rings=not self.style.spreads_masters,
         )
 
     def need(self, setting: Setting) -> Terms:
