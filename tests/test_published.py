@@ -482,6 +482,24 @@ def test_a_second_run_of_a_day_keeps_what_the_first_measured(
     assert measured_before("gpt-175b", tmp_path) == whole
 
 
+def test_a_run_that_is_broken_off_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def measured(jobs: Sequence[Job], folder: Path, known: Sequence[Measured] = ()) -> list[Measured]:
+        calls.append(len(jobs))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return [measured_of(job, {"step_seconds": [1.0] * 3}) for job in jobs]
+
+    monkeypatch.setattr(command, "predict_row", lambda row: None)
+    monkeypatch.setattr(command, "measure", measured)
+    with pytest.raises(KeyboardInterrupt):
+        command.repeat("gpt-100b", Published(results=tmp_path, peers=False))
+    assert len(measured_before("gpt-100b", tmp_path)) == calls[0] == 3
+
+
 def test_what_is_no_best_setting_any_more_stays_measured(tmp_path: Path) -> None:
     """A planner that changes asks for other settings, and pages still quote the first ones."""
     job, _ = jobs_of(BY_KEY["gpt-100b/mics-scaling"])
