@@ -96,11 +96,7 @@ class Setting:
 
     @cached_property
     def shares(self) -> Shares:
-        return self.shares_of(self.wire_nbytes)
-
-    def shares_of(self, wire_nbytes: int) -> Shares:
-        """Where gradients in hop 1 have other bytes."""
-        return Shares.of(self.compression, param_nbytes=self.param_nbytes, wire_nbytes=wire_nbytes)
+        return Shares.of(self.compression, param_nbytes=self.param_nbytes, wire_nbytes=self.wire_nbytes)
 
     @cached_property
     def device(self) -> Device:

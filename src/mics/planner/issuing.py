@@ -139,7 +139,7 @@ class Issuer:
             return task
         done = task
         wire_nbytes = self.style.hop_1_nbytes or self.setting.wire_nbytes
-        share = self.setting.shares_of(wire_nbytes).reduce
+        share = self.setting.compression.inter_reduce_nbytes(wire_nbytes) / wire_nbytes
         nbytes = wire_nbytes * self.in_bucket / self.style.num_pieces
         self.in_bucket = 0
         kind = Kind.ALL_REDUCE if self.style.joins_owners else Kind.REDUCE_SCATTER
