@@ -645,9 +645,9 @@ def test_refuses_two_formats_of_one_hop() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("partition_size", [2, 4])
+@pytest.mark.parametrize("partition_size", [1, 2, 4])
 def test_under_nccl(partition_size: int) -> None:
-    """Rounded as on CPU ranks; replicas and ranks of a group stay equal."""
+    """Rounded as on CPU ranks; replicas and ranks of a group stay equal. At 1 two replicas share a node."""
     compression = mics.Compression(hop2="int8", inter_gather="int8", inter_reduce="int8")
     settings: dict[str, Any] = {"partition_size": partition_size, "device": "cuda"}
     exact, found = (
