@@ -169,7 +169,7 @@ def _beside(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     ("compression", "settings", "share", "apart"),
     [
         ({"hop2": "int8"}, {"partition_size": 2}, 0.2656, 0.05),
-        ({"hop2": "int4"}, {"partition_size": 2}, 0.1334, 0.4),
+        pytest.param({"hop2": "int4"}, {"partition_size": 2}, 0.1334, 0.4, marks=pytest.mark.full),
         pytest.param({"hop2": "bf16"}, {"partition_size": 2}, 0.5, 0.03, marks=pytest.mark.full),
         pytest.param(
             {"hop2": "int8", "hop2_error_feedback": False},
@@ -255,7 +255,7 @@ def _whole_on(rank: int | None, partition_size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "ranks_per_node", "partition_size", "receiver"),
     [
-        (4, 2, 1, None),
+        pytest.param(4, 2, 1, None, marks=pytest.mark.full),
         (4, 2, 1, 1),
         pytest.param(6, 3, 1, 5, marks=pytest.mark.full),
         pytest.param(8, 4, 2, 6, marks=pytest.mark.full),
@@ -510,8 +510,10 @@ def _sometimes_without(how: str, **settings: Any) -> list[float]:
     ("how", "settings"),
     [
         ("unused", {"partition_size": 2}),
-        ("frozen", {"partition_size": 1}),
-        ("cleared", {"partition_size": 2, "optimizer_sharding": "partition"}),
+        pytest.param("frozen", {"partition_size": 1}, marks=pytest.mark.full),
+        pytest.param(
+            "cleared", {"partition_size": 2, "optimizer_sharding": "partition"}, marks=pytest.mark.full
+        ),
         ("unused", {"partition_size": 1, "optimizer_sharding": "partition"}),
     ],
 )
