@@ -30,7 +30,7 @@ def test_groups_cover_the_world_once(world: tuple[list[int], int]) -> None:
     topology = _plan(world)
     everyone = list(range(topology.world_size))
     assert sorted(r for group in topology.partition_groups for r in group) == everyone
-    assert sorted(r for group in topology.replication_groups() for r in group) == everyone
+    assert sorted(r for group in topology.replication_groups for r in group) == everyone
     for rank in everyone:
         assert topology.partition_group(rank)[topology.chunk(rank)] == rank
         assert topology.replication_group(rank)[topology.replica(rank)] == rank

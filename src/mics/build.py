@@ -245,7 +245,7 @@ def _agreement(
     log: StepLog,
     shown: ShownGradients,
 ) -> Agreement:
-    groups = mesh.groups.topology.replication_groups()
+    groups = mesh.groups.topology.replication_groups
     audit = ReplicaAudit(
         units,
         mesh=mesh,

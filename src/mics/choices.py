@@ -392,7 +392,7 @@ def _span(topology: Topology) -> Span:
 
 
 def _replica_span(topology: Topology) -> Span:
-    return Span.over([topology.node_of[rank] for rank in topology.replication_groups()[0]])
+    return Span.over([topology.node_of[rank] for rank in topology.replication_groups[0]])
 
 
 def _nbytes(site: Site, settings: Settings) -> int:

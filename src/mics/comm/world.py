@@ -258,7 +258,7 @@ class _Maker:
         """Over this rank's replication group, likewise. ``exchange``: where replicas are on several nodes."""
         topology = self.topology
         stages = [topology.replica_stages(rank) for rank in range(self.world.size)]
-        groups = topology.replication_groups()
+        groups = topology.replication_groups
         found = self._in_stages("replication", groups, stages, purpose, exchange=exchange)
         assert found.position == topology.piece(self.world.rank), "torch ordered a group differently"
         return found

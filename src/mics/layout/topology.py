@@ -73,19 +73,16 @@ class Topology:
         """Index of the piece of its chunk that ``rank`` owns among the replicas."""
         return self.replication_group(rank).index(rank)
 
+    @cached_property
     def replication_groups(self) -> tuple[tuple[int, ...], ...]:
         """For each chunk, the ranks that own it, by piece: in order of rank, as torch has it, or l*N + n."""
-        return self._replication_groups
-
-    @cached_property
-    def _replication_groups(self) -> tuple[tuple[int, ...], ...]:
         owners = zip(*self.partition_groups, strict=True)
         hierarchical = self.replicas_two_stage
         return tuple(_ownership_order(ranks, self.node_of, hierarchical=hierarchical)[0] for ranks in owners)
 
     def replication_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that own the same chunk as ``rank``."""
-        return self.replication_groups()[self.chunk(rank)]
+        return self.replication_groups[self.chunk(rank)]
 
     def stages(self, rank: int) -> Stages | None:
         """The intra and inter groups of ``rank``, or None where one flat collective serves."""
@@ -104,7 +101,7 @@ class Topology:
 
     @cached_property
     def _replica_stages(self) -> dict[int, Stages]:
-        return _stages_of(self.replication_groups() if self.replicas_two_stage else (), self.node_of)
+        return _stages_of(self.replication_groups if self.replicas_two_stage else (), self.node_of)
 
 
 def why_not_two_stage(topology: Topology) -> str | None:
