@@ -60,8 +60,8 @@ def choose_topology(settings: Settings, node_of: Sequence[int], *, talk: bool) -
 
 
 def _encodes_hop_2(settings: Settings) -> bool:
-    narrow = settings.precision.replica_reduce_dtype
-    return settings.compression.hop2 is not None or (narrow is not None and narrow.itemsize < MASTER_NBYTES)
+    is_narrow = settings.precision.dtype_of_hop_2(torch.float32) is not torch.float32
+    return settings.compression.hop2 is not None or is_narrow
 
 
 def say_what_does_not_pay(settings: Settings, topology: Topology) -> None:

@@ -97,7 +97,8 @@ class Moves:
     def encode(self, wire: Tensor, old: Tensor, new: Tensor, needed: Tensor) -> None:
         """Fill ``wire`` (uint8 [nbytes]) with the moves from ``old`` to ``new``, 16 bits each.
 
-        ``needed`` (int32 [2]) becomes the room that they need.
+        ``needed`` (int32 [2], at a multiple of 8 bytes: a GPU adds to both at once) becomes the room that
+        they need.
         """
         old, new = old.view(torch.int16), new.view(torch.int16)
         if old.device.type == "cuda":

@@ -30,8 +30,8 @@ def expected_wire_nbytes(
     if mesh.groups.replication.size > 1:
         over_replicas = any(unit.share.masters_over_replicas for unit in units)
         replica_stages = topology.replica_stages(rank)
-        num_nodes = topology.num_replicas if replica_stages is None else len(replica_stages.inter)
-        nbytes += _between_replicas(trained, mesh, num_nodes, over_replicas=over_replicas)
+        num_members = topology.num_replicas if replica_stages is None else len(replica_stages.inter)
+        nbytes += _between_replicas(trained, mesh, num_members, over_replicas=over_replicas)
         if replica_stages is not None and mesh.over_gloo:
             nbytes += max((spec.layout.chunk_numel * spec.grad_dtype.itemsize for spec in trained), default=0)
     return nbytes
